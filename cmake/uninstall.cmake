@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+# Removes the files of an install manifest, and the package folders that this empties.
+# cmake -DMANIFEST=<install_manifest.txt> -P uninstall.cmake; DESTDIR as at the install.
+
+if(NOT EXISTS "${MANIFEST}")
+  message(FATAL_ERROR "nothing to uninstall: ${MANIFEST} does not exist")
+endif()
+file(STRINGS "${MANIFEST}" paths)
+set(folders "")
+foreach(path IN LISTS paths)
+  set(path "$ENV{DESTDIR}${path}")
+  if(EXISTS "${path}" OR IS_SYMLINK "${path}")
+    message(STATUS "Removing: ${path}")
+    file(REMOVE "${path}")
+  endif()
+  get_filename_component(folder "${path}" DIRECTORY)
+  while(folder MATCHES "/(pkgconfig|cmake|cmake/gdn)$")
+    list(APPEND folders "${folder}")
+    get_filename_component(folder "${folder}" DIRECTORY)
+  endwhile()
+endforeach()
+list(REMOVE_DUPLICATES folders)
+foreach(folder IN LISTS folders)
+  file(GLOB left "${folder}/*")
+  if(IS_DIRECTORY "${folder}" AND NOT left)
+    file(REMOVE_RECURSE "${folder}")
+  endif()
+endforeach()
