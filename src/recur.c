@@ -1,0 +1,95 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The recurrent form: slices of V run through the tokens one by one, states in panels. */
+#include "prefill.h"
+
+/* Tokens whose q and k are made ready at once: 32 KiB of them at K = 128. */
+#define RECUR_BLOCK 32
+
+void gdn_recur_carve(struct gdn_carver *c, const struct gdn_prefill_job *job, struct gdn_recur_scratch *s) {
+  const struct gdn_batch *b = job->batch;
+  s->q = gdn_carve_floats(c, RECUR_BLOCK * b->dim_k);
+  s->k = gdn_carve_floats(c, RECUR_BLOCK * b->dim_k);
+  s->kq = gdn_carve_floats(c, RECUR_BLOCK);
+  s->decay = gdn_carve_floats(c, RECUR_BLOCK);
+  s->beta = gdn_carve_floats(c, RECUR_BLOCK);
+  s->v = gdn_carve_floats(c, RECUR_BLOCK * job->ctx->kernels.recur_cols);
+}
+
+/* n tokens from token on, all units of the task. */
+static void recur_block(const struct gdn_prefill_job *job, const struct gdn_task *t, const struct gdn_recur_scratch *s,
+                        float *state, int64_t token, int n) {
+  const struct gdn_batch *b = job->batch;
+  const struct gdn_kernels *kernels = &job->ctx->kernels;
+  kernels->norm_rows(n, b->dim_k, gdn_array_rows(&b->q, token, t->head), b->l2norm, b->eps, b->scale, s->q);
+  kernels->norm_rows(n, b->dim_k, gdn_array_rows(&b->k, token, t->head), b->l2norm, b->eps, 1.0f, s->k);
+  kernels->dot_rows(n, b->dim_k, s->k, s->q, s->kq);
+  struct gdn_columns c;
+  int head = -1;
+  GDN_EACH_COLUMNS(b, t, kernels->recur_cols, u, c) {
+    if (c.head != head)
+      kernels->gates(n, gdn_array_rows(&b->g, token, c.head), gdn_array_rows(&b->beta, token, c.head), s->decay,
+                     s->beta);
+    head = c.head;
+    kernels->load_rows(n, c.n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head), c.col), s->v, c.n_cols);
+    struct gdn_recur r = {.n = n, .dim_k = b->dim_k, .n_cols = c.n_cols, .q = s->q, .k = s->k, .kq = s->kq,
+                          .decay = s->decay, .beta = s->beta, .v = s->v, .out = s->v, .ld = c.n_cols,
+                          .state = state + (int64_t)c.slot * b->dim_k * GDN_PANEL};
+    kernels->recur(&r);
+    kernels->store_rows(n, c.n_cols, s->v, c.n_cols,
+                        gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head), c.col));
+  }
+}
+
+void gdn_recur_tokens(const struct gdn_prefill_job *job, const struct gdn_task *t, const struct gdn_recur_scratch *s,
+                      float *state, int64_t token, int64_t end) {
+  for (; token < end; token += RECUR_BLOCK)
+    recur_block(job, t, s, state, token, (int)(end - token < RECUR_BLOCK ? end - token : RECUR_BLOCK));
+}
+
+/* Whether a sequence is one token and nothing is due after it but its final state. */
+static int is_one_token(const struct gdn_batch *b, int64_t seq) {
+  if (gdn_batch_len(b, seq) != 1)
+    return 0;
+  return !b->checkpoint_every || (gdn_batch_prefix(b, seq) + 1) % b->checkpoint_every != 0;
+}
+
+/* A single token needs no working state: it runs on the rows as decode does, with the same bits. */
+static void recur_one_token(const struct gdn_prefill_job *job, const struct gdn_task *t) {
+  const struct gdn_batch *b = job->batch;
+  struct gdn_token token;
+  token.token = -1;
+  struct gdn_columns c;
+  GDN_EACH_COLUMNS(b, t, b->dim_v, u, c)
+    gdn_token_step(&job->ctx->kernels, b, &token, t->seq, gdn_batch_start(b, t->seq), c.head, c.col, c.n_cols);
+}
+
+static float *task_carve(struct gdn_carver *c, const struct gdn_prefill_job *job, struct gdn_recur_scratch *s) {
+  gdn_recur_carve(c, job, s);
+  return gdn_carve_floats(c, (int64_t)job->ctx->plan.n_slots * job->batch->dim_k * GDN_PANEL);
+}
+
+size_t gdn_recur_scratch_bytes(const struct gdn_prefill_job *job) {
+  struct gdn_carver c = {NULL, 0};
+  struct gdn_recur_scratch s;
+  task_carve(&c, job, &s);
+  return c.bytes;
+}
+
+void gdn_recur_task(const struct gdn_prefill_job *job, const struct gdn_task *t, char *scratch) {
+  const struct gdn_batch *b = job->batch;
+  if (is_one_token(b, t->seq)) {
+    recur_one_token(job, t);
+    return;
+  }
+  struct gdn_carver c = {scratch, 0};
+  struct gdn_recur_scratch s;
+  float *state = task_carve(&c, job, &s);
+  struct gdn_span span = gdn_span_first(b, t->seq);
+  gdn_states_load(job, t, state);
+  while (gdn_span_next(b, &span)) {
+    gdn_recur_tokens(job, t, &s, state, span.token, span.end);
+    if (span.checkpoint >= 0)
+      gdn_states_store(job, t, &b->checkpoints, gdn_pool_row(&b->checkpoints, span.checkpoint), state);
+  }
+  gdn_states_store(job, t, &b->final, gdn_pool_row(&b->final, t->seq), state);
+}
