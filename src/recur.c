@@ -2,8 +2,8 @@
  * The recurrent form: slices of V run through the tokens one by one, states in panels. */
 #include "prefill.h"
 
-/* Tokens whose q and k are made ready at once: 32 KiB of them at K = 128. */
-#define RECUR_BLOCK 32
+/* Tokens whose q and k are made ready at once. A state slice comes into the first-level cache once per block. */
+#define RECUR_BLOCK 64
 
 void gdn_recur_carve(struct gdn_carver *c, const struct gdn_prefill_job *job, struct gdn_recur_scratch *s) {
   const struct gdn_batch *b = job->batch;
@@ -15,9 +15,40 @@ void gdn_recur_carve(struct gdn_carver *c, const struct gdn_prefill_job *job, st
   s->v = gdn_carve_floats(c, RECUR_BLOCK * job->ctx->kernels.recur_cols);
 }
 
-/* n tokens from token on, all units of the task. */
+static void ahead_add(struct gdn_ahead *a, const void *row, int line, int64_t stride_elems, int32_t dtype) {
+  if (a->n == GDN_AHEAD_MAX)
+    return;
+  a->line[a->n] = (const char *)row + (ptrdiff_t)line * GDN_LINE_BYTES;
+  a->stride_bytes[a->n++] = stride_elems * gdn_dtype_bytes(dtype);
+}
+
+static int row_lines(int dim, int32_t dtype) {
+  return dim * gdn_dtype_bytes(dtype) / GDN_LINE_BYTES;
+}
+
+/* What columns c, run number run of n_runs, fetch of the next n_rows tokens: their own v and out, their share of q, k. */
+static struct gdn_ahead ahead_of(const struct gdn_batch *b, const struct gdn_columns *c, int head_k, int run, int n_runs,
+                                 int64_t token, int n_rows) {
+  struct gdn_ahead a = {.n = 0, .n_rows = n_rows};
+  if (n_rows <= 0)
+    return a;
+  struct gdn_rows q = gdn_array_rows(&b->q, token, head_k), k = gdn_array_rows(&b->k, token, head_k);
+  struct gdn_rows v = gdn_rows_from(gdn_array_rows(&b->v, token, c->head), c->col);
+  struct gdn_rows_out out = gdn_rows_out_from(gdn_array_rows_out(&b->out, token, c->head), c->col);
+  for (int line = 0; line < row_lines(c->n_cols, v.dtype); line++)
+    ahead_add(&a, v.data, line, v.stride_elems, v.dtype);
+  for (int line = 0; line < row_lines(c->n_cols, out.dtype); line++)
+    ahead_add(&a, out.data, line, out.stride_elems, out.dtype);
+  for (int line = run; line < row_lines(b->dim_k, q.dtype); line += n_runs)
+    ahead_add(&a, q.data, line, q.stride_elems, q.dtype);
+  for (int line = run; line < row_lines(b->dim_k, k.dtype); line += n_runs)
+    ahead_add(&a, k.data, line, k.stride_elems, k.dtype);
+  return a;
+}
+
+/* n tokens from token on, all units of the task; the n_more after them are fetched meanwhile. */
 static void recur_block(const struct gdn_prefill_job *job, const struct gdn_task *t, const struct gdn_recur_scratch *s,
-                        float *state, int64_t token, int n) {
+                        float *state, int64_t token, int n, int n_more) {
   const struct gdn_batch *b = job->batch;
   const struct gdn_kernels *kernels = &job->ctx->kernels;
   kernels->norm_rows(n, b->dim_k, gdn_array_rows(&b->q, token, t->head), b->l2norm, b->eps, b->scale, s->q);
@@ -33,7 +64,8 @@ static void recur_block(const struct gdn_prefill_job *job, const struct gdn_task
     kernels->load_rows(n, c.n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head), c.col), s->v, c.n_cols);
     struct gdn_recur r = {.n = n, .dim_k = b->dim_k, .n_cols = c.n_cols, .q = s->q, .k = s->k, .kq = s->kq,
                           .decay = s->decay, .beta = s->beta, .v = s->v, .out = s->v, .ld = c.n_cols,
-                          .state = state + (int64_t)c.slot * b->dim_k * GDN_PANEL};
+                          .state = state + (int64_t)c.slot * b->dim_k * GDN_PANEL,
+                          .ahead = ahead_of(b, &c, t->head, u - t->unit, t->n_units, token + n, n_more)};
     kernels->recur(&r);
     kernels->store_rows(n, c.n_cols, s->v, c.n_cols,
                         gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head), c.col));
@@ -42,8 +74,10 @@ static void recur_block(const struct gdn_prefill_job *job, const struct gdn_task
 
 void gdn_recur_tokens(const struct gdn_prefill_job *job, const struct gdn_task *t, const struct gdn_recur_scratch *s,
                       float *state, int64_t token, int64_t end) {
-  for (; token < end; token += RECUR_BLOCK)
-    recur_block(job, t, s, state, token, (int)(end - token < RECUR_BLOCK ? end - token : RECUR_BLOCK));
+  for (; token < end; token += RECUR_BLOCK) {
+    int64_t left = end - token, n = left < RECUR_BLOCK ? left : RECUR_BLOCK;
+    recur_block(job, t, s, state, token, (int)n, (int)(left - n < RECUR_BLOCK ? left - n : RECUR_BLOCK));
+  }
 }
 
 /* Whether a sequence is one token and nothing is due after it but its final state. */

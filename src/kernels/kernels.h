@@ -59,12 +59,22 @@ typedef void gdn_state_load_fn(int n_cols, int dim_k, const float *rows, float *
 /* And back. */
 typedef void gdn_state_store_fn(int n_cols, int dim_k, const float *panels, float *rows);
 
+/* Cache lines wanted after the call: while token t < n_rows runs, line[i] + t * stride_bytes[i] is prefetched, so that the
+ * waits of rows far apart in memory hide behind arithmetic, a few at a time. */
+#define GDN_AHEAD_MAX 8
+struct gdn_ahead {
+  int n, n_rows;
+  const char *line[GDN_AHEAD_MAX];
+  int64_t stride_bytes[GDN_AHEAD_MAX];
+};
+
 /* The recurrent form over n_cols (32, or up to gdn_kernels.recur_cols) columns of one value head's state and n >= 1
  * tokens. Per token, with x = S k and y = S q summed over K in the tier's own fixed order:
  *   d = beta (v - decay x);   out = decay y + kq d;   S = decay S + d k^T
  * These operations and their order are the same in gdn_decode_step_fn of the tier, in any slice of columns and after
  * any split of the tokens: bits must agree. */
 struct gdn_recur {
+  struct gdn_ahead ahead;
   int n, dim_k, n_cols;
   const float *q, *k;       /* [n][dim_k], normalised; q times scale */
   const float *kq;          /* [n], k . q of each token */

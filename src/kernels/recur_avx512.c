@@ -218,6 +218,8 @@ static void recur_panel(const struct gdn_recur *a, int col) {
     decay = _mm512_set1_ps(a->decay[t]);
     d = v32_mul(_mm512_set1_ps(a->beta[t]), v32_fnma(decay, sum.x, v32_load(a->v + t * a->ld + col)));
     v32_store(a->out + t * a->ld + col, v32_fma(_mm512_set1_ps(a->kq[t]), d, v32_mul(decay, sum.y)));
+    for (int i = 0; t < a->ahead.n_rows && i < a->ahead.n; i++)
+      __builtin_prefetch(a->ahead.line[i] + t * a->ahead.stride_bytes[i]);
     if (t + 1 == a->n) break;
     sum = sweep(dim_k, s, 1, decay, d, k, 1, k + dim_k, q + dim_k);
     k += dim_k;
