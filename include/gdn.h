@@ -89,6 +89,14 @@ enum {
   GDN_FORM_CHUNK = 2      /* matrix products over chunks of 64 tokens */
 };
 
+/** How prefill in chunk form spreads over the workers; changes no bit of any result. */
+enum {
+  GDN_SCHEDULE_DEFAULT = 0, /* windows for sequences with a lane longer than an even share of the call's work */
+  GDN_SCHEDULE_LANES = 1,   /* a worker runs a sequence's q/k head from first to last chunk */
+  GDN_SCHEDULE_WINDOWS = 2  /* all workers share each sequence, window by window of chunks, while the sequences' q/k
+                               heads number 64, or 4 a worker, at most; the rest run as lanes */
+};
+
 /** Whether a context binds each worker to a core of its own. */
 enum {
   GDN_PIN_DEFAULT = 0, /* as GDN_PIN_ON */
@@ -237,7 +245,7 @@ typedef struct gdn_prefill_args {
   float eps;           /* of the L2 norm; 0 = 1e-6 */
   const void *cu_seqlens;    /* [n_seqs + 1]: sequence i holds tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 */
   int32_t cu_seqlens_dtype;  /* GDN_I32 or GDN_I64 */
-  int32_t reserved;          /* 0 */
+  int32_t schedule;          /* GDN_SCHEDULE_*, for measuring; the recurrent form has one schedule only */
   gdn_tensor q;        /* [n_tokens][n_heads_k][dim_k] bf16 */
   gdn_tensor k;        /* [n_tokens][n_heads_k][dim_k] bf16 */
   gdn_tensor v;        /* [n_tokens][n_heads_v][dim_v] bf16 */

@@ -38,7 +38,7 @@ struct gdn_batch {
   int64_t n_seqs, n_tokens;
   struct gdn_ints cu_seqlens; /* absent = one token each (decode) */
   int n_heads_k, n_heads_v, dim_k, dim_v;
-  int l2norm, form;
+  int l2norm, form, schedule;
   float scale, eps;
   struct gdn_array q, k, v, g, beta, out;
   struct gdn_pool initial, final;
@@ -158,7 +158,7 @@ struct gdn_plan_options {
   int n_threads;
   int grain;        /* units of a task come in multiples of it where possible */
   int prep_percent; /* what each task of a lane repeats per token, in percent of one unit's work */
-  int wide;         /* 1: sequences whose lanes are too long for one worker each may run in windows */
+  int schedule;     /* GDN_SCHEDULE_*; LANES: no sequence runs in windows */
 };
 
 /* 0 or ENOMEM. */

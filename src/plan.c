@@ -88,13 +88,17 @@ static int64_t makespan(const struct gdn_plan *plan, const struct gdn_batch *b, 
   return o->n_threads == 1 ? sum : even > largest ? even + largest / 2 : largest + largest / 2;
 }
 
-/* Moves the sequences whose single lane is more than an even share of all work to the front: order is by falling length
- * class only, so a later class may hold none, but a class may hold both. */
-static void find_wide(struct gdn_plan *plan, const struct gdn_batch *b, int n_threads) {
+/* The cost model of the schedule. All lanes of a call together cost n_tokens * n_heads_k; an even share of that is what a
+ * worker should do. A sequence with a longer lane would keep one worker busy while others idle, so it runs in windows.
+ * Moves those sequences to the front. Windows of all their lanes are in memory at once, hence the limit. */
+static void find_wide(struct gdn_plan *plan, const struct gdn_batch *b, const struct gdn_plan_options *o) {
   plan->n_wide = 0;
-  for (int64_t i = 0; i < plan->n_order; i++) {
+  if (o->schedule == GDN_SCHEDULE_LANES || (o->schedule == GDN_SCHEDULE_DEFAULT && o->n_threads == 1))
+    return;
+  const int64_t most = o->n_threads > 16 ? 4 * o->n_threads : 64;
+  for (int64_t i = 0; i < plan->n_order && (plan->n_wide + 1) * b->n_heads_k <= most; i++) {
     int32_t seq = plan->order[i];
-    if (gdn_batch_len(b, seq) * n_threads <= b->n_tokens * b->n_heads_k)
+    if (o->schedule == GDN_SCHEDULE_DEFAULT && gdn_batch_len(b, seq) * o->n_threads <= b->n_tokens * b->n_heads_k)
       continue;
     plan->order[i] = plan->order[plan->n_wide];
     plan->order[plan->n_wide++] = seq;
@@ -119,9 +123,7 @@ int gdn_plan_make(struct gdn_plan *plan, const struct gdn_batch *b, const struct
   if (plan_grow(plan, b->n_seqs))
     return ENOMEM;
   sort_by_length(plan, b);
-  plan->n_wide = 0;
-  if (o->wide && o->n_threads > 1)
-    find_wide(plan, b, o->n_threads);
+  find_wide(plan, b, o);
   plan->grain = o->grain;
   plan->n_units = b->n_heads_v / b->n_heads_k * (b->dim_v / GDN_PANEL);
   int64_t target = best_target(plan, b, o);

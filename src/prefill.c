@@ -81,7 +81,7 @@ static gdn_status prepare(struct gdn_prefill_job *job, struct gdn_windows *windo
   const struct gdn_batch *b = job->batch;
   const int chunked = job->form == GDN_FORM_CHUNK;
   const struct gdn_plan_options options = {
-      .n_threads = ctx->n_threads, .wide = chunked, .prep_percent = chunked ? 100 : 25,
+      .n_threads = ctx->n_threads, .schedule = chunked ? b->schedule : GDN_SCHEDULE_LANES, .prep_percent = chunked ? 100 : 25,
       .grain = (chunked ? b->dim_v : ctx->kernels.recur_cols) / GDN_PANEL};
   if (gdn_plan_make(&ctx->plan, b, &options))
     return gdn_fail(GDN_E_NOMEM, "no memory to plan n_seqs = %lld", (long long)b->n_seqs);

@@ -35,6 +35,8 @@ static gdn_status check_shape(const struct gdn_batch *b, uint32_t flags) {
     return gdn_fail(GDN_E_FLAGS, "flags = 0x%x: unknown bits 0x%x", flags, flags & ~(uint32_t)GDN_L2NORM_QK);
   if (b->form < GDN_FORM_DEFAULT || b->form > GDN_FORM_CHUNK)
     return gdn_fail(GDN_E_OPTION, "form = %d: not one of GDN_FORM_*", b->form);
+  if (b->schedule < GDN_SCHEDULE_DEFAULT || b->schedule > GDN_SCHEDULE_WINDOWS)
+    return gdn_fail(GDN_E_OPTION, "schedule = %d: not one of GDN_SCHEDULE_*", b->schedule);
   if (b->n_seqs < 0 || b->n_seqs > MAX_COUNT)
     return gdn_fail(GDN_E_SIZE, "n_seqs = %" PRId64 ": expected 0 .. %d", b->n_seqs, MAX_COUNT);
   if (b->n_tokens < 0 || b->n_tokens > MAX_COUNT)
@@ -450,7 +452,7 @@ static gdn_status check_checkpoints(const gdn_prefill_args *a, struct gdn_batch 
 
 gdn_status gdn_check_lengths(const gdn_prefill_args *a, struct gdn_batch *b) {
   *b = (struct gdn_batch){.n_seqs = a->n_seqs, .n_tokens = a->n_tokens, .n_heads_k = a->n_heads_k,
-                          .n_heads_v = a->n_heads_v, .dim_k = a->dim_k, .dim_v = a->dim_v, .form = a->form,
+                          .n_heads_v = a->n_heads_v, .dim_k = a->dim_k, .dim_v = a->dim_v, .form = a->form, .schedule = a->schedule,
                           .l2norm = (a->flags & GDN_L2NORM_QK) != 0, .scale = a->scale, .eps = a->eps};
   gdn_status status = check_shape(b, a->flags);
   return status ? status : check_cu_seqlens(a->cu_seqlens, a->cu_seqlens_dtype, b);
