@@ -7,6 +7,8 @@
 
 /* Units whose states one task may hold in scratch at once: 64 x 32 KiB at most. */
 #define MAX_SLOTS 64
+/* Value heads in windows at once; each takes about a megabyte. */
+#define WIDE_HEADS_MAX 512
 
 static int length_class(int64_t len) {
   int c = 0;
@@ -96,8 +98,10 @@ static void find_wide(struct gdn_plan *plan, const struct gdn_batch *b, const st
   if (o->schedule == GDN_SCHEDULE_LANES || (o->schedule == GDN_SCHEDULE_DEFAULT && o->n_threads == 1))
     return;
   const int64_t most = o->n_threads > 16 ? 4 * o->n_threads : 64;
-  for (int64_t i = 0; i < plan->n_order && (plan->n_wide + 1) * b->n_heads_k <= most; i++) {
+  for (int64_t i = 0; i < plan->n_order; i++) {
     int32_t seq = plan->order[i];
+    if ((plan->n_wide + 1) * b->n_heads_k > most || (plan->n_wide + 1) * b->n_heads_v > WIDE_HEADS_MAX)
+      return;
     if (o->schedule == GDN_SCHEDULE_DEFAULT && gdn_batch_len(b, seq) * o->n_threads <= b->n_tokens * b->n_heads_k)
       continue;
     plan->order[i] = plan->order[plan->n_wide];
