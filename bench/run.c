@@ -12,11 +12,28 @@
 /* ---- a case on disk ---- */
 
 /* Names of sizes; DIM_OFFSETS is one more than DIM_SEQS. */
-enum dim { DIM_TOKENS, DIM_HEADS, DIM_V_HEADS, DIM_K, DIM_V, DIM_SEQS, DIM_OFFSETS, N_DIMS };
+enum dim { DIM_TOKENS, DIM_HEADS, DIM_V_HEADS, DIM_K, DIM_V, DIM_SEQS, DIM_OFFSETS, DIM_ONE, DIM_POINTS, N_DIMS };
 
-static const char *const dim_names[N_DIMS] = {"tokens", "heads", "value heads", "K", "V", "sequences", "sequences + 1"};
+static const char *const dim_names[N_DIMS] = {"tokens",    "heads",         "value heads", "K",          "V",
+                                              "sequences", "sequences + 1", "page_size",   "checkpoints"};
 
-enum { FILE_Q, FILE_K, FILE_V, FILE_G, FILE_BETA, FILE_CU_SEQLENS, FILE_OUT, FILE_FINAL, FILE_INITIAL, N_FILES };
+/* From FILE_INITIAL on optional; the last four come together. */
+enum {
+  FILE_Q,
+  FILE_K,
+  FILE_V,
+  FILE_G,
+  FILE_BETA,
+  FILE_CU_SEQLENS,
+  FILE_OUT,
+  FILE_FINAL,
+  FILE_INITIAL,
+  FILE_PAGE_SIZE,
+  FILE_PREFIX_LENS,
+  FILE_POINT_STARTS,
+  FILE_POINTS,
+  N_FILES
+};
 
 struct file_spec {
   const char *name;
@@ -35,6 +52,10 @@ static const struct file_spec specs[N_FILES] = {
     [FILE_OUT] = {"out", NPY_F32, 3, {DIM_TOKENS, DIM_V_HEADS, DIM_V}},
     [FILE_FINAL] = {"final_state", NPY_F32, 4, {DIM_SEQS, DIM_V_HEADS, DIM_V, DIM_K}},
     [FILE_INITIAL] = {"initial_state", NPY_F32, 4, {DIM_SEQS, DIM_V_HEADS, DIM_V, DIM_K}},
+    [FILE_PAGE_SIZE] = {"page_size", NPY_I32, 1, {DIM_ONE}},
+    [FILE_PREFIX_LENS] = {"prefix_lens", NPY_I32, 1, {DIM_SEQS}},
+    [FILE_POINT_STARTS] = {"checkpoint_cu_starts", NPY_I32, 1, {DIM_OFFSETS}},
+    [FILE_POINTS] = {"checkpoints", NPY_F32, 4, {DIM_POINTS, DIM_V_HEADS, DIM_V, DIM_K}},
 };
 
 struct golden {
@@ -89,13 +110,21 @@ static bool file_exists(const char *path) {
   return f != NULL;
 }
 
+static bool is_paged(const struct golden *c) {
+  return c->files[FILE_PAGE_SIZE].data != NULL;
+}
+
+static bool is_optional(const struct golden *c, int file) {
+  return file == FILE_INITIAL || file == FILE_PAGE_SIZE || (file > FILE_PAGE_SIZE && !is_paged(c));
+}
+
 static int load_file(struct golden *c, int file) {
   char *path = join_path(c->dir, specs[file].name);
   if (!path) {
     return bench_error("out of memory for a path");
   }
   int status = BENCH_OK;
-  if (file != FILE_INITIAL || file_exists(path)) {
+  if (!is_optional(c, file) || file_exists(path)) {
     char error[160];
     status = npy_load(path, &c->files[file], error, sizeof error) == 0 ? check_shape(c, file, path)
                                                                        : bench_error("%s: %s", path, error);
@@ -116,17 +145,42 @@ static int check_offsets(const struct golden *c) {
                              (long long)c->dims[DIM_TOKENS]);
 }
 
+/* Offsets and lengths of a paged case must leave each sequence as many checkpoints as it has. */
+static int check_pages(const struct golden *c) {
+  const int32_t *cu = c->files[FILE_CU_SEQLENS].data, *prefix = c->files[FILE_PREFIX_LENS].data;
+  const int32_t *starts = c->files[FILE_POINT_STARTS].data;
+  const int64_t page_size = *(const int32_t *)c->files[FILE_PAGE_SIZE].data;
+  if (page_size < 1) {
+    return bench_error("%s/page_size.npy: %lld is not positive", c->dir, (long long)page_size);
+  }
+  bool valid = starts[0] == 0 && starts[c->dims[DIM_SEQS]] == c->dims[DIM_POINTS];
+  for (int64_t i = 0; i < c->dims[DIM_SEQS]; i++) {
+    int64_t len = prefix[i] + (int64_t)cu[i + 1] - cu[i];
+    if (prefix[i] < 0) {
+      return bench_error("%s/prefix_lens.npy: %d is negative", c->dir, prefix[i]);
+    }
+    valid = valid && starts[i + 1] - (int64_t)starts[i] == len / page_size - prefix[i] / page_size;
+  }
+  return valid
+             ? BENCH_OK
+             : bench_error("%s/checkpoint_cu_starts.npy: does not agree with lengths, prefixes and page_size", c->dir);
+}
+
 static int load_case(struct golden *c, const char *dir) {
   memset(c, 0, sizeof *c);
   c->dir = dir;
   for (int i = 0; i < N_DIMS; i++) {
     c->dims[i] = -1;
   }
+  c->dims[DIM_ONE] = 1;
   int status = BENCH_OK;
   for (int i = 0; i < N_FILES && status == BENCH_OK; i++) {
     status = load_file(c, i);
   }
-  return status == BENCH_OK ? check_offsets(c) : status;
+  if (status == BENCH_OK) {
+    status = check_offsets(c);
+  }
+  return status == BENCH_OK && is_paged(c) ? check_pages(c) : status;
 }
 
 static void free_case(struct golden *c) {
@@ -140,6 +194,7 @@ static void free_case(struct golden *c) {
 struct result {
   char name[TABLE_CELL_BYTES];
   double out_rel_l2, state_rel_l2, decode_out_rel_l2, decode_state_rel_l2;
+  double checkpoint_rel_l2; /* NaN without checkpoints */
   bool pass;
 };
 
@@ -159,6 +214,7 @@ struct buffers {
   float *g;
   uint16_t *beta;
   int32_t *rows; /* sequence of each token of a step */
+  float *points; /* like checkpoints; null in a case without pages */
 };
 
 static void *alloc_dims(const struct golden *c, int64_t elem_bytes, int n_dims, const enum dim *dims) {
@@ -185,7 +241,9 @@ static int alloc_buffers(struct buffers *b, const struct golden *c) {
   b->g = alloc_dims(c, 4, 2, v);
   b->beta = alloc_dims(c, 2, 2, v);
   b->rows = alloc_dims(c, 4, 1, v);
-  bool complete = b->out && b->states && b->q && b->k && b->v && b->step_out && b->g && b->beta && b->rows;
+  b->points = is_paged(c) ? alloc_dims(c, 4, 4, specs[FILE_POINTS].dims) : NULL;
+  bool complete = (b->points || !is_paged(c)) && b->out && b->states && b->q && b->k && b->v && b->step_out && b->g &&
+                  b->beta && b->rows;
   return complete ? BENCH_OK : bench_error("%s: out of memory", c->dir);
 }
 
@@ -199,6 +257,7 @@ static void free_buffers(struct buffers *b) {
   free(b->g);
   free(b->beta);
   free(b->rows);
+  free(b->points);
 }
 
 /* Sequences without tokens write no state, so states start as the initial ones; out starts as NaN. */
@@ -228,12 +287,13 @@ static double out_error(const struct buffers *b, const struct golden *c) {
   return rel_l2(difference, norm);
 }
 
-static double state_error(const struct buffers *b, const struct golden *c) {
-  const float *expected = c->files[FILE_FINAL].data;
+/* file: FILE_FINAL or FILE_POINTS. */
+static double state_error(const float *states, const struct golden *c, int file) {
+  const float *expected = c->files[file].data;
   double difference = 0;
   double norm = 0;
-  for (int64_t i = 0; i < c->files[FILE_FINAL].n_elems; i++) {
-    double d = (double)b->states[i] - expected[i];
+  for (int64_t i = 0; i < c->files[file].n_elems; i++) {
+    double d = (double)states[i] - expected[i];
     difference += d * d;
     norm += (double)expected[i] * expected[i];
   }
@@ -242,14 +302,14 @@ static double state_error(const struct buffers *b, const struct golden *c) {
 
 /* ---- prefill ---- */
 
-static int run_prefill(const struct bench_session *s, const struct golden *c, struct buffers *b, int32_t form) {
+/* The call without states. */
+static gdn_prefill_args prefill_args(const struct golden *c, const struct buffers *b, int32_t form) {
   const struct npy *f = c->files;
-  const int64_t n_seqs = c->dims[DIM_SEQS];
-  const gdn_prefill_args args = {
-      .struct_size = sizeof args,
+  return (gdn_prefill_args){
+      .struct_size = sizeof(gdn_prefill_args),
       .flags = GDN_L2NORM_QK,
       .form = form,
-      .n_seqs = n_seqs,
+      .n_seqs = c->dims[DIM_SEQS],
       .n_tokens = c->dims[DIM_TOKENS],
       .n_heads_k = (int32_t)c->dims[DIM_HEADS],
       .n_heads_v = (int32_t)c->dims[DIM_V_HEADS],
@@ -263,13 +323,139 @@ static int run_prefill(const struct bench_session *s, const struct golden *c, st
       .g = {.data = f[FILE_G].data, .dtype = GDN_F32},
       .beta = {.data = f[FILE_BETA].data, .dtype = GDN_BF16},
       .out = {.data = b->out, .dtype = GDN_BF16},
-      .initial_state = {.data = f[FILE_INITIAL].data, .n_rows = n_seqs, .dtype = GDN_F32},
-      .final_state = {.data = b->states, .n_rows = n_seqs, .dtype = GDN_F32},
   };
+}
+
+static int run_prefill(const struct bench_session *s, const struct golden *c, struct buffers *b, int32_t form) {
+  gdn_prefill_args args = prefill_args(c, b, form);
+  args.initial_state = (gdn_states){.data = c->files[FILE_INITIAL].data, .n_rows = args.n_seqs, .dtype = GDN_F32};
+  args.final_state = (gdn_states){.data = b->states, .n_rows = args.n_seqs, .dtype = GDN_F32};
   reset_outputs(b, c);
   gdn_status status = gdn_prefill(s->ctx, &args);
   return status == GDN_OK ? BENCH_OK
                           : bench_error("%s: gdn_prefill: %s: %s", c->dir, gdn_status_name(status), gdn_last_error());
+}
+
+/* ---- prefill on pages ---- */
+
+/* Page j of sequence i is row indptr[i] + j of the pool. */
+struct pages {
+  int64_t *indices, *indptr, *last, *prefix;
+  float *pool;
+  int64_t size, n, row; /* tokens of a page; pages; floats of one */
+};
+
+static int64_t seq_len(const struct golden *c, int64_t seq) {
+  const int32_t *cu = c->files[FILE_CU_SEQLENS].data, *prefix = c->files[FILE_PREFIX_LENS].data;
+  return prefix[seq] + (int64_t)cu[seq + 1] - cu[seq];
+}
+
+static void free_pages(struct pages *p) {
+  free(p->indices);
+  free(p->indptr);
+  free(p->last);
+  free(p->prefix);
+  free(p->pool);
+}
+
+/* A sequence without any token is padded: a scratch page of one token. */
+static int make_pages(const struct golden *c, struct pages *p) {
+  const int64_t n_seqs = c->dims[DIM_SEQS];
+  const int32_t *prefix = c->files[FILE_PREFIX_LENS].data;
+  p->size = *(const int32_t *)c->files[FILE_PAGE_SIZE].data;
+  p->row = c->dims[DIM_V_HEADS] * c->dims[DIM_V] * c->dims[DIM_K];
+  p->indptr = bench_alloc(n_seqs + 1, sizeof *p->indptr);
+  p->last = bench_alloc(n_seqs, sizeof *p->last);
+  p->prefix = bench_alloc(n_seqs, sizeof *p->prefix);
+  if (!p->indptr || !p->last || !p->prefix) {
+    return bench_error("%s: out of memory", c->dir);
+  }
+  p->indptr[0] = 0;
+  for (int64_t i = 0; i < n_seqs; i++) {
+    int64_t len = seq_len(c, i) > 0 ? seq_len(c, i) : 1;
+    int64_t n = (len + p->size - 1) / p->size;
+    p->indptr[i + 1] = p->indptr[i] + n;
+    p->last[i] = len - (n - 1) * p->size;
+    p->prefix[i] = seq_len(c, i) > 0 ? prefix[i] : 1;
+  }
+  p->n = p->indptr[n_seqs];
+  p->indices = bench_alloc(p->n, sizeof *p->indices);
+  p->pool = bench_alloc(p->n * p->row, sizeof *p->pool);
+  if (!p->indices || !p->pool) {
+    return bench_error("%s: out of memory for %lld pages", c->dir, (long long)p->n);
+  }
+  for (int64_t i = 0; i < p->n; i++) {
+    p->indices[i] = i;
+  }
+  return BENCH_OK;
+}
+
+/* Initial states go to the page of the last prefix token, where the call looks for them. */
+static void fill_pages(const struct golden *c, const struct pages *p) {
+  const int32_t *prefix = c->files[FILE_PREFIX_LENS].data;
+  const float *initial = c->files[FILE_INITIAL].data;
+  memset(p->pool, 0xFF, (size_t)(p->n * p->row) * sizeof *p->pool);
+  for (int64_t i = 0; i < c->dims[DIM_SEQS]; i++) {
+    float *page = p->pool + (p->indptr[i] + (prefix[i] - 1) / p->size) * p->row;
+    if (prefix[i] > 0 && initial) {
+      memcpy(page, initial + i * p->row, (size_t)p->row * sizeof *page);
+    } else if (prefix[i] > 0) {
+      memset(page, 0, (size_t)p->row * sizeof *page);
+    }
+  }
+}
+
+/* Final states and checkpoints as the case's files have them. */
+static void take_pages(const struct golden *c, const struct pages *p, struct buffers *b) {
+  const int32_t *prefix = c->files[FILE_PREFIX_LENS].data, *starts = c->files[FILE_POINT_STARTS].data;
+  const int32_t *cu = c->files[FILE_CU_SEQLENS].data;
+  const size_t bytes = (size_t)p->row * sizeof(float);
+  for (int64_t i = 0; i < c->dims[DIM_SEQS]; i++) {
+    const float *first = p->pool + (p->indptr[i] + prefix[i] / p->size) * p->row;
+    if (cu[i + 1] > cu[i]) {
+      memcpy(b->states + i * p->row, p->pool + (p->indptr[i + 1] - 1) * p->row, bytes);
+    }
+    if (starts[i + 1] > starts[i]) {
+      memcpy(b->points + starts[i] * p->row, first, (size_t)(starts[i + 1] - starts[i]) * bytes);
+    }
+  }
+}
+
+static int call_paged(const struct bench_session *s, const struct golden *c, const struct pages *p,
+                      const struct buffers *b, int32_t form) {
+  const int64_t n_seqs = c->dims[DIM_SEQS];
+  const gdn_page_table table = {.struct_size = sizeof table,
+                                .n_seqs = n_seqs,
+                                .n_pages = p->n,
+                                .page_size = p->size,
+                                .n_page_indices = p->n,
+                                .page_indices = p->indices,
+                                .page_indptr = p->indptr,
+                                .last_page_len = p->last,
+                                .prefix_lens = p->prefix,
+                                .index_dtype = GDN_I64};
+  const gdn_paged_args paged = {
+      .struct_size = sizeof paged, .pool = {.data = p->pool, .n_rows = p->n, .dtype = GDN_F32}, .table = &table};
+  const gdn_prefill_args args = prefill_args(c, b, form);
+  gdn_status status = gdn_prefill_paged(s->ctx, &args, &paged);
+  return status == GDN_OK
+             ? BENCH_OK
+             : bench_error("%s: gdn_prefill_paged: %s: %s", c->dir, gdn_status_name(status), gdn_last_error());
+}
+
+static int run_paged(const struct bench_session *s, const struct golden *c, struct buffers *b, int32_t form) {
+  struct pages p = {NULL};
+  int status = make_pages(c, &p);
+  reset_outputs(b, c);
+  if (status == BENCH_OK) {
+    fill_pages(c, &p);
+    status = call_paged(s, c, &p, b, form);
+  }
+  if (status == BENCH_OK) {
+    take_pages(c, &p, b);
+  }
+  free_pages(&p);
+  return status;
 }
 
 /* ---- decode ---- */
@@ -380,17 +566,20 @@ static int check_case(const struct bench_session *s, const struct golden *c, int
   struct buffers b = {0};
   int status = alloc_buffers(&b, c);
   if (status == BENCH_OK) {
-    status = run_prefill(s, c, &b, form);
+    status = is_paged(c) ? run_paged(s, c, &b, form) : run_prefill(s, c, &b, form);
   }
   if (status == BENCH_OK) {
     r->out_rel_l2 = out_error(&b, c);
-    r->state_rel_l2 = state_error(&b, c);
+    r->state_rel_l2 = state_error(b.states, c, FILE_FINAL);
+    r->checkpoint_rel_l2 = is_paged(c) ? state_error(b.points, c, FILE_POINTS) : (double)NAN;
     status = run_decode(s, c, &b);
   }
   if (status == BENCH_OK) {
     r->decode_out_rel_l2 = out_error(&b, c);
-    r->decode_state_rel_l2 = state_error(&b, c);
-    r->pass = within(r->out_rel_l2, r->state_rel_l2, strcmp(s->info.isa, "amx") == 0 ? bf16_bounds : f32_bounds) &&
+    r->decode_state_rel_l2 = state_error(b.states, c, FILE_FINAL);
+    struct bounds bounds = strcmp(s->info.isa, "amx") == 0 ? bf16_bounds : f32_bounds;
+    r->pass = within(r->out_rel_l2, r->state_rel_l2, bounds) &&
+              (!is_paged(c) || r->checkpoint_rel_l2 <= bounds.state) &&
               within(r->decode_out_rel_l2, r->decode_state_rel_l2, f32_bounds);
   }
   free_buffers(&b);
@@ -427,7 +616,7 @@ static void print_json(const struct bench_options *o, const struct bench_session
     json_int(&j, "threads", s->info.n_threads);
     json_number(&j, "out_rel_l2", r->out_rel_l2);
     json_number(&j, "state_rel_l2", r->state_rel_l2);
-    json_null(&j, "checkpoint_rel_l2");
+    json_number(&j, "checkpoint_rel_l2", r->checkpoint_rel_l2);
     json_number(&j, "decode_out_rel_l2", r->decode_out_rel_l2);
     json_number(&j, "decode_state_rel_l2", r->decode_state_rel_l2);
     json_bool(&j, "pass", r->pass);
@@ -440,16 +629,21 @@ static void print_json(const struct bench_options *o, const struct bench_session
 }
 
 static bool print_text(const struct bench_options *o, const struct bench_session *s, const struct result *results) {
-  static const char *const headers[] = {"case", "out", "state", "decode out", "decode state", "result"};
+  static const char *const headers[] = {"case", "out", "state", "checkpoints", "decode out", "decode state", "result"};
   bench_conditions_print(s);
   printf("relative L2 error against float64\n\n");
   struct table t;
-  table_begin(&t, 6, headers);
+  table_begin(&t, 7, headers);
   for (int i = 0; i < o->n_dirs; i++) {
     const struct result *r = &results[i];
     table_cell(&t, "%s", r->name);
     table_cell(&t, "%.2e", r->out_rel_l2);
     table_cell(&t, "%.2e", r->state_rel_l2);
+    if (isnan(r->checkpoint_rel_l2)) {
+      table_cell(&t, "-");
+    } else {
+      table_cell(&t, "%.2e", r->checkpoint_rel_l2);
+    }
     table_cell(&t, "%.2e", r->decode_out_rel_l2);
     table_cell(&t, "%.2e", r->decode_state_rel_l2);
     table_cell(&t, "%s", r->pass ? "pass" : "FAIL");

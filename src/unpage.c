@@ -10,8 +10,7 @@
 gdn_status gdn_check_table_size(const gdn_page_table *table, struct gdn_pages *pages) {
   gdn_page_table t;
   gdn_status status = gdn_check_struct(table, "table", sizeof t, &t, sizeof t);
-  if (status)
-    return status;
+  if (status) return status;
   if (t.n_seqs < 0 || t.n_seqs > MAX_COUNT)
     return gdn_fail(GDN_E_SIZE, "table.n_seqs = %" PRId64 ": expected 0 .. %d", t.n_seqs, MAX_COUNT);
   if (t.n_page_indices < 0 || t.n_page_indices > MAX_COUNT)
@@ -19,28 +18,29 @@ gdn_status gdn_check_table_size(const gdn_page_table *table, struct gdn_pages *p
   if (t.index_dtype != GDN_DTYPE_DEFAULT && t.index_dtype != GDN_I32 && t.index_dtype != GDN_I64)
     return gdn_fail(GDN_E_DTYPE, "table.index_dtype = %d: expected GDN_I32 or GDN_I64", t.index_dtype);
   int wide = t.index_dtype == GDN_I64;
-  *pages = (struct gdn_pages){.n_seqs = t.n_seqs, .n_pages = t.n_pages, .page_size = t.page_size,
-                              .n_indices = t.n_page_indices, .indices = {t.page_indices, wide},
-                              .indptr = {t.page_indptr, wide}, .last_len = {t.last_page_len, wide},
-                              .cu_seqlens = {t.cu_seqlens, wide}, .prefix_lens = {t.prefix_lens, wide}};
+  *pages = (struct gdn_pages){.n_seqs = t.n_seqs,
+                              .n_pages = t.n_pages,
+                              .page_size = t.page_size,
+                              .n_indices = t.n_page_indices,
+                              .indices = {t.page_indices, wide},
+                              .indptr = {t.page_indptr, wide},
+                              .last_len = {t.last_page_len, wide},
+                              .cu_seqlens = {t.cu_seqlens, wide},
+                              .prefix_lens = {t.prefix_lens, wide}};
   return GDN_OK;
 }
 
 gdn_status gdn_check_table(const gdn_page_table *table, struct gdn_pages *p) {
   gdn_status status = gdn_check_table_size(table, p);
-  if (status)
-    return status;
+  if (status) return status;
   if (p->n_pages < 0 || p->n_pages > INT64_MAX / 4)
     return gdn_fail(GDN_E_SIZE, "table.n_pages = %" PRId64 ": expected 0 or more", p->n_pages);
   if (p->page_size < GDN_CHUNK || p->page_size % GDN_CHUNK || p->page_size > MAX_COUNT)
     return gdn_fail(GDN_E_SIZE, "table.page_size = %" PRId64 ": expected a positive multiple of %d", p->page_size,
                     GDN_CHUNK);
-  if (!p->indptr.data)
-    return gdn_fail(GDN_E_NULL, "table.page_indptr is null");
-  if (!p->indices.data && p->n_indices)
-    return gdn_fail(GDN_E_NULL, "table.page_indices is null");
-  if (!p->last_len.data && p->n_seqs)
-    return gdn_fail(GDN_E_NULL, "table.last_page_len is null");
+  if (!p->indptr.data) return gdn_fail(GDN_E_NULL, "table.page_indptr is null");
+  if (!p->indices.data && p->n_indices) return gdn_fail(GDN_E_NULL, "table.page_indices is null");
+  if (!p->last_len.data && p->n_seqs) return gdn_fail(GDN_E_NULL, "table.last_page_len is null");
   return GDN_OK;
 }
 
@@ -78,7 +78,8 @@ static gdn_status page_fail(const struct gdn_pages *p, const struct gdn_pages_fa
                     f->seq, f->value, f->other);
   case GDN_PAGES_ID:
     return gdn_fail(GDN_E_PAGE,
-                    "page_indices[%" PRId64 "] = %" PRId64 " of sequence %" PRId64 ": expected 0 .. n_pages - 1 = %" PRId64,
+                    "page_indices[%" PRId64 "] = %" PRId64 " of sequence %" PRId64
+                    ": expected 0 .. n_pages - 1 = %" PRId64,
                     f->other, f->value, f->seq, p->n_pages - 1);
   case GDN_PAGES_TWICE:
     return gdn_fail(GDN_E_PAGE, "page_indices: page %" PRId64 " stands twice in sequence %" PRId64, f->value, f->seq);
@@ -121,10 +122,10 @@ gdn_status gdn_check_slots_memory(const struct gdn_pages *p, const void *memory,
 gdn_status gdn_make_slots(const struct gdn_pages *p, void *memory, gdn_slots *slots) {
   struct gdn_slot_rows rows;
   struct gdn_pages_fault f = gdn_slots_make(p, memory, &rows);
-  if (f.error)
-    return page_fail(p, &f);
-  *slots = (gdn_slots){sizeof *slots, p->n_seqs, rows.n_tokens, rows.n_checkpoints, p->page_size, rows.read_rows,
-                       rows.write_rows, rows.prefix_lens, rows.checkpoint_cu_starts, rows.checkpoint_rows};
+  if (f.error) return page_fail(p, &f);
+  *slots =
+      (gdn_slots){sizeof *slots,  p->n_seqs,       rows.n_tokens,    rows.n_checkpoints,        p->page_size,
+                  rows.read_rows, rows.write_rows, rows.prefix_lens, rows.checkpoint_cu_starts, rows.checkpoint_rows};
   return GDN_OK;
 }
 
@@ -135,8 +136,7 @@ static gdn_status slots_from_table(const gdn_paged_args *a, int64_t n_seqs, stru
                                    struct gdn_scratch *memory, gdn_slots *slots) {
   struct gdn_pages pages;
   gdn_status status = gdn_check_table(a->table, &pages);
-  if (status)
-    return status;
+  if (status) return status;
   if (pages.n_pages > a->pool.n_rows)
     return gdn_fail(GDN_E_SIZE, "table.n_pages = %" PRId64 ": paged.pool has n_rows = %" PRId64, pages.n_pages,
                     a->pool.n_rows);
@@ -144,8 +144,7 @@ static gdn_status slots_from_table(const gdn_paged_args *a, int64_t n_seqs, stru
     return gdn_fail(GDN_E_SIZE, "table.n_seqs = %" PRId64 ": the call has n_seqs = %" PRId64, pages.n_seqs, n_seqs);
   pages.cu_seqlens = cu_seqlens;
   size_t bytes = gdn_slots_bytes(pages.n_seqs, pages.n_indices);
-  if (gdn_scratch_reserve(memory, bytes))
-    return gdn_fail(GDN_E_NOMEM, "no memory for %zu bytes of slots", bytes);
+  if (gdn_scratch_reserve(memory, bytes)) return gdn_fail(GDN_E_NOMEM, "no memory for %zu bytes of slots", bytes);
   return gdn_make_slots(&pages, memory->block, slots);
 }
 
@@ -177,14 +176,12 @@ static gdn_status check_slots(const gdn_slots *s, int64_t n_seqs, int64_t n_toke
     return gdn_fail(GDN_E_SIZE, "slots.page_size = %" PRId64 ": expected a positive multiple of %d", s->page_size,
                     GDN_CHUNK);
   for (size_t i = 0; i < sizeof arrays / sizeof *arrays; i++)
-    if (arrays[i].n && !arrays[i].data)
-      return gdn_fail(GDN_E_NULL, "slots.%s is null", arrays[i].name);
+    if (arrays[i].n && !arrays[i].data) return gdn_fail(GDN_E_NULL, "slots.%s is null", arrays[i].name);
   if (s->checkpoint_cu_starts[n_seqs] != s->n_checkpoints)
     return gdn_fail(GDN_E_LENGTHS, "slots.n_checkpoints = %" PRId64 ": slots.checkpoint_cu_starts ends at %" PRId64,
                     s->n_checkpoints, s->checkpoint_cu_starts[n_seqs]);
   gdn_status status = check_slot_rows("read_rows", s->read_rows, n_seqs, n_rows);
-  if (!status)
-    status = check_slot_rows("write_rows", s->write_rows, n_seqs, n_rows);
+  if (!status) status = check_slot_rows("write_rows", s->write_rows, n_seqs, n_rows);
   return status ? status : check_slot_rows("checkpoint_rows", s->checkpoint_rows, s->n_checkpoints, n_rows);
 }
 
@@ -194,12 +191,9 @@ static gdn_status find_slots(const gdn_paged_args *a, int64_t n_seqs, int64_t n_
   if (!a->table == !a->slots)
     return gdn_fail(GDN_E_OPTION, "paged.table and paged.slots are both %s: expected exactly one",
                     a->table ? "given" : "null");
-  if (a->pool.rows)
-    return gdn_fail(GDN_E_OPTION, "paged.pool.rows is given: rows come from the pages");
-  if (!a->pool.data)
-    return gdn_fail(GDN_E_NULL, "paged.pool.data is null");
-  if (a->table)
-    return slots_from_table(a, n_seqs, cu_seqlens, memory, slots);
+  if (a->pool.rows) return gdn_fail(GDN_E_OPTION, "paged.pool.rows is given: rows come from the pages");
+  if (!a->pool.data) return gdn_fail(GDN_E_NULL, "paged.pool.data is null");
+  if (a->table) return slots_from_table(a, n_seqs, cu_seqlens, memory, slots);
   gdn_status status = gdn_check_struct(a->slots, "slots", sizeof *slots, slots, sizeof *slots);
   return status ? status : check_slots(slots, n_seqs, n_tokens, a->pool.n_rows);
 }
@@ -224,10 +218,8 @@ static gdn_status states_absent(const gdn_states *initial, const gdn_states *fin
 
 static gdn_status checkpoints_absent(const gdn_prefill_args *a) {
   gdn_status status = must_be_absent(a->prefix_lens != NULL, "prefix_lens");
-  if (!status)
-    status = must_be_absent(a->checkpoints.data || a->checkpoints.rows, "checkpoints");
-  if (!status)
-    status = must_be_absent(a->checkpoint_cu_starts != NULL, "checkpoint_cu_starts");
+  if (!status) status = must_be_absent(a->checkpoints.data || a->checkpoints.rows, "checkpoints");
+  if (!status) status = must_be_absent(a->checkpoint_cu_starts != NULL, "checkpoint_cu_starts");
   return status ? status : must_be_absent(a->checkpoint_every_n_tokens != 0, "checkpoint_every_n_tokens");
 }
 
@@ -237,18 +229,12 @@ gdn_status gdn_unpage_prefill(const gdn_prefill_args *args, const gdn_paged_args
   gdn_slots slots;
   struct gdn_batch b;
   gdn_status status = gdn_check_struct(args, "args", sizeof *u, u, sizeof *u);
-  if (!status)
-    status = gdn_check_struct(paged, "paged", sizeof p, &p, sizeof p);
-  if (!status)
-    status = states_absent(&u->initial_state, &u->final_state);
-  if (!status)
-    status = checkpoints_absent(u);
-  if (!status)
-    status = gdn_check_lengths(u, &b);
-  if (!status)
-    status = find_slots(&p, u->n_seqs, u->n_tokens, b.cu_seqlens, memory, &slots);
-  if (status)
-    return status;
+  if (!status) status = gdn_check_struct(paged, "paged", sizeof p, &p, sizeof p);
+  if (!status) status = states_absent(&u->initial_state, &u->final_state);
+  if (!status) status = checkpoints_absent(u);
+  if (!status) status = gdn_check_lengths(u, &b);
+  if (!status) status = find_slots(&p, u->n_seqs, u->n_tokens, b.cu_seqlens, memory, &slots);
+  if (status) return status;
   u->struct_size = sizeof *u;
   u->initial_state = pool_rows(&p.pool, slots.read_rows);
   u->final_state = pool_rows(&p.pool, slots.write_rows);
@@ -260,19 +246,25 @@ gdn_status gdn_unpage_prefill(const gdn_prefill_args *args, const gdn_paged_args
   return GDN_OK;
 }
 
+/* Pages say nothing about tokens that may be taken back. */
+static gdn_status one_token(const gdn_decode_args *a) {
+  if (a->n_tokens < 0 || a->n_tokens > 1)
+    return gdn_fail(GDN_E_OPTION, "n_tokens = %d: a paged call takes 1; give the rows of ready slots to gdn_decode",
+                    a->n_tokens);
+  gdn_status status = must_be_absent(a->token_counts != NULL, "token_counts");
+  return status ? status : must_be_absent(a->token_states.data || a->token_states.rows, "token_states");
+}
+
 gdn_status gdn_unpage_decode(const gdn_decode_args *args, const gdn_paged_args *paged, struct gdn_scratch *memory,
                              gdn_decode_args *u) {
   gdn_paged_args p;
   gdn_slots slots;
   gdn_status status = gdn_check_struct(args, "args", sizeof *u, u, sizeof *u);
-  if (!status)
-    status = gdn_check_struct(paged, "paged", sizeof p, &p, sizeof p);
-  if (!status)
-    status = states_absent(&u->initial_state, &u->final_state);
-  if (!status)
-    status = find_slots(&p, u->n_seqs, u->n_seqs, (struct gdn_ints){NULL, 0}, memory, &slots);
-  if (status)
-    return status;
+  if (!status) status = gdn_check_struct(paged, "paged", sizeof p, &p, sizeof p);
+  if (!status) status = states_absent(&u->initial_state, &u->final_state);
+  if (!status) status = one_token(u);
+  if (!status) status = find_slots(&p, u->n_seqs, u->n_seqs, (struct gdn_ints){NULL, 0}, memory, &slots);
+  if (status) return status;
   u->struct_size = sizeof *u;
   u->initial_state = pool_rows(&p.pool, slots.read_rows);
   u->final_state = pool_rows(&p.pool, slots.write_rows);

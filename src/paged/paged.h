@@ -25,15 +25,15 @@ struct gdn_slot_rows {
 /* What is wrong with a table; the caller makes a status and a text of it. */
 enum gdn_pages_error {
   GDN_PAGES_OK,
-  GDN_PAGES_INDPTR,     /* page_indptr[seq] = value: does not start at 0, decreases, or ends elsewhere */
-  GDN_PAGES_NO_PAGE,    /* sequence seq owns no page */
-  GDN_PAGES_LAST_LEN,   /* last_page_len[seq] = value */
-  GDN_PAGES_CU_SEQLENS, /* cu_seqlens[seq] = value does not start at 0 or decreases */
-  GDN_PAGES_TOO_SHORT,  /* the pages of seq hold value tokens, fewer than its new ones */
-  GDN_PAGES_NO_TOKEN,   /* decode: seq has no token before the new one */
-  GDN_PAGES_PREFIX,     /* prefix_lens[seq] = value, other = what pages and new tokens say */
-  GDN_PAGES_ID,         /* page_indices[other] = value of seq is out of range */
-  GDN_PAGES_TWICE,      /* page value stands twice in seq */
+  GDN_PAGES_INDPTR,      /* page_indptr[seq] = value: does not start at 0, decreases, or ends elsewhere */
+  GDN_PAGES_NO_PAGE,     /* sequence seq owns no page */
+  GDN_PAGES_LAST_LEN,    /* last_page_len[seq] = value */
+  GDN_PAGES_CU_SEQLENS,  /* cu_seqlens[seq] = value does not start at 0 or decreases */
+  GDN_PAGES_TOO_SHORT,   /* the pages of seq hold value tokens, fewer than its new ones */
+  GDN_PAGES_NO_TOKEN,    /* decode: seq has no token before the new one */
+  GDN_PAGES_PREFIX,      /* prefix_lens[seq] = value, other = what pages and new tokens say */
+  GDN_PAGES_ID,          /* page_indices[other] = value of seq is out of range */
+  GDN_PAGES_TWICE,       /* page value stands twice in seq */
   GDN_PAGES_TWO_WRITERS, /* page value is written by seq and by other */
   GDN_PAGES_READ_WRITE   /* page value is read by seq and written by other */
 };
