@@ -65,27 +65,46 @@ static gdn_status choose_tier(gdn_ctx *ctx, int32_t isa) {
 
 /* ---- workers ---- */
 
-static void describe_placement(gdn_ctx *ctx, int32_t pin) {
+static void describe_placement(gdn_ctx *ctx) {
   int error = 0, n_bound = gdn_team_n_bound(ctx->team, &error);
+  char cpus[160];
+  char *text = ctx->placement;
+  const size_t bytes = sizeof ctx->placement;
+  const char *note = gdn_topo_note(ctx->topo);
   ctx->pinned = n_bound == ctx->n_threads;
-  if (pin == GDN_PIN_OFF) {
-    snprintf(ctx->placement, sizeof ctx->placement, "not bound: pin = GDN_PIN_OFF");
-  } else if (ctx->pinned) {
-    gdn_topo_describe(ctx->topo, ctx->placement, sizeof ctx->placement);
-    const char *note = gdn_topo_note(ctx->topo);
-    size_t at = strlen(ctx->placement);
-    if (*note)
-      snprintf(ctx->placement + at, sizeof ctx->placement - at, " (%s)", note);
+  if (ctx->pinned) {
+    gdn_topo_describe(ctx->topo, ctx->n_threads, text, bytes);
   } else {
-    snprintf(ctx->placement, sizeof ctx->placement, "%d of %d workers bound: %s", n_bound, ctx->n_threads,
-             strerror(error));
+    gdn_topo_describe(ctx->topo, gdn_topo_n_units(ctx->topo), cpus, sizeof cpus);
+    if (error)
+      snprintf(text, bytes, "%d of %d workers bound: %s", n_bound, ctx->n_threads, strerror(error));
+    else
+      snprintf(text, bytes, "not bound: pin = GDN_PIN_OFF%s%s", *cpus ? "; anywhere on " : "", cpus);
   }
+  const size_t at = strlen(text);
+  if (*note)
+    snprintf(text + at, bytes - at, " (%s)", note);
+}
+
+/* The cores that the arguments ask for. */
+static gdn_status find_place(gdn_ctx *ctx, const gdn_ctx_args *a) {
+  char reason[160];
+  const char *list = a->place == GDN_PLACE_CPU_LIST ? a->cpu_list : NULL;
+  const int node = a->place == GDN_PLACE_NUMA_NODE ? a->numa_node : GDN_ANY_NODE;
+  ctx->topo = gdn_topo_create(list, node, reason, sizeof reason);
+  if (ctx->topo)
+    return GDN_OK;
+  if (!*reason)
+    return gdn_fail(GDN_E_NOMEM, "no memory for the list of cores");
+  if (list)
+    return gdn_fail(GDN_E_CPUS, "cpu_list = \"%.64s\": %s", list, reason);
+  return gdn_fail(GDN_E_CPUS, "numa_node = %d: %s", node, reason);
 }
 
 static gdn_status start_workers(gdn_ctx *ctx, const gdn_ctx_args *a) {
-  ctx->topo = gdn_topo_create();
-  if (!ctx->topo)
-    return gdn_fail(GDN_E_NOMEM, "no memory for the list of cores");
+  gdn_status status = find_place(ctx, a);
+  if (status)
+    return status;
   ctx->n_threads = a->n_threads ? a->n_threads : gdn_topo_n_workers(ctx->topo);
   size_t n = (size_t)ctx->n_threads;
   ctx->scratch = gdn_mem_alloc(n * sizeof *ctx->scratch);
@@ -93,11 +112,11 @@ static gdn_status start_workers(gdn_ctx *ctx, const gdn_ctx_args *a) {
   if (!ctx->scratch || !ctx->shares)
     return gdn_fail(GDN_E_NOMEM, "no memory for n_threads = %d workers", ctx->n_threads);
   memset(ctx->scratch, 0, n * sizeof *ctx->scratch);
-  int error = gdn_team_create(&ctx->team, ctx->n_threads, a->pin == GDN_PIN_OFF ? NULL : ctx->topo);
+  int error = gdn_team_create(&ctx->team, ctx->n_threads, ctx->topo, a->pin != GDN_PIN_OFF);
   if (error)
     return gdn_fail(GDN_E_THREADS, "n_threads = %d: the workers could not be started: %s", ctx->n_threads,
                     strerror(error));
-  describe_placement(ctx, a->pin);
+  describe_placement(ctx);
   return GDN_OK;
 }
 
@@ -106,7 +125,23 @@ static gdn_status check_args(const gdn_ctx_args *a) {
     return gdn_fail(GDN_E_SIZE, "n_threads = %d: expected 0 .. %d", a->n_threads, MAX_THREADS);
   if (a->pin < GDN_PIN_DEFAULT || a->pin > GDN_PIN_OFF)
     return gdn_fail(GDN_E_OPTION, "pin = %d: not one of GDN_PIN_*", a->pin);
+  if (a->place < GDN_PLACE_DEFAULT || a->place > GDN_PLACE_NUMA_NODE)
+    return gdn_fail(GDN_E_OPTION, "place = %d: not one of GDN_PLACE_*", a->place);
+  if (a->cpu_list && a->place != GDN_PLACE_CPU_LIST)
+    return gdn_fail(GDN_E_OPTION, "cpu_list = \"%.64s\" needs place = GDN_PLACE_CPU_LIST", a->cpu_list);
+  if (!a->cpu_list && a->place == GDN_PLACE_CPU_LIST)
+    return gdn_fail(GDN_E_NULL, "cpu_list is null");
+  if (a->numa_node && a->place != GDN_PLACE_NUMA_NODE)
+    return gdn_fail(GDN_E_OPTION, "numa_node = %d needs place = GDN_PLACE_NUMA_NODE", a->numa_node);
+  if (a->numa_node < 0)
+    return gdn_fail(GDN_E_CPUS, "numa_node = %d: expected 0 or more", a->numa_node);
   return GDN_OK;
+}
+
+static atomic_int n_contexts;
+
+int gdn_context_count(void) {
+  return atomic_load(&n_contexts);
 }
 
 gdn_status gdn_context_make(const gdn_ctx_args *args, gdn_ctx **out) {
@@ -122,6 +157,7 @@ gdn_status gdn_context_make(const gdn_ctx_args *args, gdn_ctx **out) {
   if (!ctx)
     return gdn_fail(GDN_E_NOMEM, "no memory for a context");
   memset(ctx, 0, sizeof *ctx);
+  atomic_fetch_add(&n_contexts, 1);
   ctx->pid = getpid();
   pthread_mutex_init(&ctx->lock, NULL);
   gdn_cpu_detect(&ctx->cpu);
@@ -159,6 +195,7 @@ void gdn_context_free(gdn_ctx *ctx) {
   gdn_mem_free(ctx->shares);
   pthread_mutex_destroy(&ctx->lock);
   gdn_mem_free(ctx);
+  atomic_fetch_sub(&n_contexts, 1);
 }
 
 /* ---- what calls need ---- */

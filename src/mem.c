@@ -69,7 +69,9 @@ void gdn_mem_free(void *block) {
 int gdn_scratch_reserve(struct gdn_scratch *scratch, size_t bytes) {
   if (scratch->block && scratch->bytes >= bytes) return 0;
   gdn_scratch_release(scratch); /* before the new block, so that both are never held at once */
-  scratch->block = gdn_mem_alloc(bytes);
+  const int caller_errno = errno;
+  scratch->block = alloc_mapped(bytes);
+  errno = caller_errno;
   if (!scratch->block) return ENOMEM;
   scratch->bytes = bytes;
   return 0;

@@ -30,25 +30,39 @@ const char *gdn_cpu_missing(const struct gdn_cpu *cpu, uint32_t needed, char *te
 
 /* ---- topo.c: the cores this process may use; the only user of hwloc ---- */
 
-struct gdn_topo; /* a list of physical cores in the calling thread's affinity mask, one processing unit each */
+/* A place: a set of cpus, and their processing units in the order in which workers take them, the first of every
+ * physical core, then the second ones. */
+struct gdn_topo;
 
-/* Null when out of memory. Where hwloc sees nothing, every cpu of the affinity mask counts as a core; without a mask,
- * there is one core that cannot be bound to. */
-struct gdn_topo *gdn_topo_create(void);
+#define GDN_ANY_NODE (-1)
+
+/* The place of the calling thread's affinity mask (cpu_list null), or of a list such as "0-3,8", which the process's
+ * cpuset bounds but not the mask; of either the cpus of numa_node unless that is GDN_ANY_NODE. Null and a reason when
+ * there is no such place, null and "" when out of memory. Where hwloc sees nothing, every cpu counts as a core; without
+ * a mask, there is one core that cannot be bound to. */
+struct gdn_topo *gdn_topo_create(const char *cpu_list, int numa_node, char *reason, size_t reason_bytes);
 void gdn_topo_destroy(struct gdn_topo *topo);
 int gdn_topo_n_cores(const struct gdn_topo *topo);
+/* Processing units, at least as many as cores. */
+int gdn_topo_n_units(const struct gdn_topo *topo);
 /* How many workers suit the process: the cores, or fewer where a cgroup's cpu quota pays for fewer. At least 1. */
 int gdn_topo_n_workers(const struct gdn_topo *topo);
-/* Binds the calling thread to core i modulo the number of cores; 0 on success, else errno. */
+/* Binds the calling thread to unit i modulo the number of units; 0 on success, else errno. */
 int gdn_topo_bind_self(const struct gdn_topo *topo, int i);
-/* The cores as text, "0-3,8"; what the list holds, whether bound or not. Cut with "..." where text is short. */
-void gdn_topo_describe(const struct gdn_topo *topo, char *text, size_t text_bytes);
+/* Lets the calling thread run on any cpu of the place; likewise. */
+int gdn_topo_limit_self(const struct gdn_topo *topo);
+/* The first n units as text, "0-3,8", whether bound or not. Cut with "..." where text is short. */
+void gdn_topo_describe(const struct gdn_topo *topo, int n, char *text, size_t text_bytes);
 /* What could not be learnt: "topology hidden, every cpu counts as a core"; "" if nothing. Static storage. */
 const char *gdn_topo_note(const struct gdn_topo *topo);
+/* Cores that the quota of the process's cgroup, version 1 or 2, or of one above it pays for, rounded up; 0 = no quota
+ * to be seen. root is put before every path: "", but for tests. */
+int gdn_topo_quota(const char *root);
 
 /* ---- mem.c ---- */
 
 #define GDN_ALIGN_BYTES 64
+#define GDN_LINE_BYTES 64
 /* Zero bytes give a valid block too; null when out of memory. Aligned to GDN_ALIGN_BYTES. Blocks of 2 MiB and more are
  * aligned to 2 MiB, may be backed by huge pages, and no page of theirs has been touched: the first writer places it. */
 void *gdn_mem_alloc(size_t bytes);
@@ -60,7 +74,8 @@ struct gdn_scratch {
   size_t bytes;
 };
 
-/* Makes block hold at least bytes; contents are not preserved. 0, or ENOMEM and an empty scratch. */
+/* Makes block hold at least bytes, of which none has been touched yet; contents are not preserved. 0, or ENOMEM and an
+ * empty scratch. */
 int gdn_scratch_reserve(struct gdn_scratch *scratch, size_t bytes);
 void gdn_scratch_release(struct gdn_scratch *scratch);
 
@@ -69,14 +84,26 @@ void gdn_scratch_release(struct gdn_scratch *scratch);
 struct gdn_team;
 typedef void (*gdn_team_fn)(void *arg, int worker, int n_workers);
 
-/* Starts n workers, bound to cores of topo if topo is not null (bind errors leave a worker unbound). topo is not used
- * after the return. 0 on success, else nothing is left behind and the result says why: EINVAL (n), ENOMEM,
- * EAGAIN (the system gives no more threads), EPERM (OpenMP gives fewer than n, for example by OMP_THREAD_LIMIT). */
-int gdn_team_create(struct gdn_team **team, int n, const struct gdn_topo *topo);
+/* What a caller's thread must find again after a call. */
+struct gdn_caller {
+  int error;      /* errno */
+  unsigned mxcsr; /* rounding, exceptions and their flags, treatment of subnormals */
+};
+
+/* Saves it and puts the default floating-point control in its place. */
+void gdn_caller_enter(struct gdn_caller *caller);
+void gdn_caller_leave(const struct gdn_caller *caller);
+
+/* Starts n workers in the place topo (null: that of the caller), with pin each bound to a unit of it. Bind errors leave
+ * a worker unbound. topo is not used after the return. 0 on success, else nothing is left behind and the result says
+ * why: EINVAL (n), ENOMEM, EAGAIN (the system gives no more threads), EPERM (OpenMP gives fewer than n, for example by
+ * OMP_THREAD_LIMIT). */
+int gdn_team_create(struct gdn_team **team, int n, const struct gdn_topo *topo, int pin);
 /* Ends the workers; when it returns no thread runs code of this library on the team's behalf. Null is allowed. */
 void gdn_team_destroy(struct gdn_team *team);
 int gdn_team_size(const struct gdn_team *team);
-/* How many workers are bound, and errno of a bind that failed (0 if none); bind_errno may be null. */
+/* How many workers are bound, and errno of a worker that could be neither bound nor limited as asked (0 if none);
+ * bind_errno may be null. */
 int gdn_team_n_bound(const struct gdn_team *team, int *bind_errno);
 /* Runs fn on every worker once and returns when all are done. One caller at a time (the context's lock). What the
  * caller wrote before is seen by fn, and what fn wrote is seen after the return. */
