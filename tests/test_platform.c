@@ -17,6 +17,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -44,16 +45,24 @@ static int n_cpus(void) {
   return CPU_COUNT(&mask);
 }
 
+static struct gdn_topo *make_topo(void) {
+  char reason[160];
+  struct gdn_topo *topo = gdn_topo_create(NULL, GDN_ANY_NODE, reason, sizeof reason);
+  assert_string_equal(reason, "");
+  assert_non_null(topo);
+  return topo;
+}
+
 /* Calls check with teams of 1, 2, 3, 7 workers and twice the cpus, bound and not. */
 static void with_teams(void (*check)(struct gdn_team *team, int n)) {
   const int sizes[] = {1, 2, 3, 7, 2 * n_cpus()};
-  struct gdn_topo *topo = gdn_topo_create();
+  struct gdn_topo *topo = make_topo();
   assert_non_null(topo);
   for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
     for (int bound = 0; bound < 2; bound++) {
       const int n = sizes[i] < MAX_WORKERS ? sizes[i] : MAX_WORKERS;
       struct gdn_team *team;
-      assert_int_equal(gdn_team_create(&team, n, bound ? topo : NULL), 0);
+      assert_int_equal(gdn_team_create(&team, n, topo, bound), 0);
       assert_int_equal(gdn_team_size(team), n);
       check(team, n);
       gdn_team_destroy(team);
@@ -123,7 +132,7 @@ static void topo_lists_allowed_cores_and_leaves_no_trace(void **state) {
   sched_getaffinity(0, sizeof before, &before);
   const int n_files = count_entries("/proc/self/fd");
   errno = 77;
-  struct gdn_topo *topo = gdn_topo_create();
+  struct gdn_topo *topo = make_topo();
   assert_int_equal(errno, 77);
   assert_non_null(topo);
   assert_int_equal(count_entries("/proc/self/fd"), n_files);
@@ -133,9 +142,9 @@ static void topo_lists_allowed_cores_and_leaves_no_trace(void **state) {
   assert_in_range(n, 1, CPU_COUNT(&before));
   assert_in_range(gdn_topo_n_workers(topo), 1, n);
   char text[256], cut[6];
-  gdn_topo_describe(topo, text, sizeof text);
+  gdn_topo_describe(topo, gdn_topo_n_units(topo), text, sizeof text);
   print_message("%d cores: %s, workers %d, note \"%s\"\n", n, text, gdn_topo_n_workers(topo), gdn_topo_note(topo));
-  gdn_topo_describe(topo, cut, sizeof cut);
+  gdn_topo_describe(topo, 1, cut, sizeof cut);
   assert_true(strlen(cut) < sizeof cut);
   gdn_topo_destroy(topo);
 }
@@ -149,11 +158,11 @@ static void topo_with_one_allowed_cpu_lists_that_one(void **state) {
   CPU_ZERO(&one);
   CPU_SET(last, &one);
   assert_int_equal(sched_setaffinity(0, sizeof one, &one), 0);
-  struct gdn_topo *topo = gdn_topo_create();
+  struct gdn_topo *topo = make_topo();
   sched_setaffinity(0, sizeof before, &before);
   assert_non_null(topo);
   char text[32], expected[32];
-  gdn_topo_describe(topo, text, sizeof text);
+  gdn_topo_describe(topo, gdn_topo_n_units(topo), text, sizeof text);
   snprintf(expected, sizeof expected, "%d", last);
   assert_string_equal(text, expected);
   assert_int_equal(gdn_topo_bind_self(topo, 5), 0);
@@ -161,6 +170,86 @@ static void topo_with_one_allowed_cpu_lists_that_one(void **state) {
   assert_true(CPU_EQUAL(&now, &one));
   sched_setaffinity(0, sizeof before, &before);
   gdn_topo_destroy(topo);
+}
+
+/* Writes root/path, making the directories on the way. */
+static void write_below(const char *root, const char *path, const char *text) {
+  char full[512];
+  snprintf(full, sizeof full, "%s%s", root, path);
+  for (char *slash = full + strlen(root) + 1; (slash = strchr(slash, '/')) != NULL; *slash++ = '/') {
+    *slash = '\0';
+    mkdir(full, 0700);
+  }
+  FILE *file = fopen(full, "w");
+  assert_non_null(file);
+  fputs(text, file);
+  fclose(file);
+}
+
+static void remove_tree(const char *root) {
+  char command[128];
+  snprintf(command, sizeof command, "rm -r '%s'", root);
+  assert_int_equal(system(command), 0);
+}
+
+#define V1_MOUNT "30 29 0:27 %s /sys/fs/cgroup/cpu,cpuacct rw,nosuid - cgroup cgroup rw,cpu,cpuacct\n"
+#define V2_MOUNT "31 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+/* Trees as the kernel shows them; the machine's own cgroups play no part. */
+static void quota_is_the_smallest_on_the_way_up(void **state) {
+  (void)state;
+  char root[] = "/tmp/gdn_quota_XXXXXX", mounts[256];
+  assert_non_null(mkdtemp(root));
+  assert_int_equal(gdn_topo_quota(root), 0);
+  write_below(root, "/proc/self/mountinfo", V2_MOUNT);
+  write_below(root, "/proc/self/cgroup", "0::/pods/one/two\n");
+  assert_int_equal(gdn_topo_quota(root), 0);
+  write_below(root, "/sys/fs/cgroup/pods/one/two/cpu.max", "max 100000\n");
+  assert_int_equal(gdn_topo_quota(root), 0);
+  write_below(root, "/sys/fs/cgroup/pods/one/cpu.max", "250000 100000\n");
+  assert_int_equal(gdn_topo_quota(root), 3);
+  write_below(root, "/sys/fs/cgroup/pods/cpu.max", "50000 100000\n");
+  assert_int_equal(gdn_topo_quota(root), 1);
+  /* Version 1 beside it, as a container sees it: its own directory alone is mounted. */
+  snprintf(mounts, sizeof mounts, V1_MOUNT, "/docker/0123");
+  write_below(root, "/proc/self/mountinfo", mounts);
+  write_below(root, "/proc/self/cgroup", "5:memory:/docker/0123\n4:cpu,cpuacct:/docker/0123\n0::/\n");
+  assert_int_equal(gdn_topo_quota(root), 0);
+  write_below(root, "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us", "100000\n");
+  write_below(root, "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "-1\n");
+  assert_int_equal(gdn_topo_quota(root), 0);
+  write_below(root, "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us", "400000\n");
+  assert_int_equal(gdn_topo_quota(root), 4);
+  /* Outside a container: the whole tree is mounted. */
+  snprintf(mounts, sizeof mounts, V1_MOUNT, "/");
+  write_below(root, "/proc/self/mountinfo", mounts);
+  write_below(root, "/sys/fs/cgroup/cpu,cpuacct/docker/0123/cpu.cfs_period_us", "50000\n");
+  write_below(root, "/sys/fs/cgroup/cpu,cpuacct/docker/0123/cpu.cfs_quota_us", "100000\n");
+  assert_int_equal(gdn_topo_quota(root), 2);
+  remove_tree(root);
+}
+
+static void topo_of_a_list_holds_each_cpu_once(void **state) {
+  (void)state;
+  cpu_set_t mask, now;
+  char all[1024], reason[160], text[1024];
+  struct gdn_topo *own = make_topo();
+  sched_getaffinity(0, sizeof mask, &mask);
+  gdn_topo_describe(own, gdn_topo_n_units(own), all, sizeof all);
+  assert_int_equal(gdn_topo_n_units(own), CPU_COUNT(&mask));
+  struct gdn_topo *topo = gdn_topo_create(all, GDN_ANY_NODE, reason, sizeof reason);
+  assert_string_equal(reason, "");
+  assert_int_equal(gdn_topo_n_cores(topo), gdn_topo_n_cores(own));
+  gdn_topo_describe(topo, gdn_topo_n_units(topo), text, sizeof text);
+  assert_string_equal(text, all);
+  assert_int_equal(gdn_topo_bind_self(topo, 0), 0);
+  assert_int_equal(gdn_topo_limit_self(topo), 0);
+  sched_getaffinity(0, sizeof now, &now);
+  assert_true(CPU_EQUAL(&now, &mask));
+  gdn_topo_destroy(topo);
+  gdn_topo_destroy(own);
+  assert_null(gdn_topo_create("8000", GDN_ANY_NODE, reason, sizeof reason));
+  assert_string_equal(reason, "cpu 8000 is not there, or not this process's to use");
 }
 
 /* ---- mem ---- */
@@ -201,6 +290,20 @@ static void mem_impossible_size_gives_null_and_keeps_errno(void **state) {
   assert_int_equal(errno, 77);
   assert_null(scratch.block);
   assert_int_equal(scratch.bytes, 0);
+}
+
+static void scratch_is_untouched_whatever_its_size(void **state) {
+  (void)state;
+  const size_t page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+  unsigned char resident[16];
+  struct gdn_scratch scratch = {0};
+  for (int round = 0; round < 3; round++) {
+    assert_int_equal(gdn_scratch_reserve(&scratch, 16 * page_bytes), 0);
+    assert_int_equal(mincore(scratch.block, 16 * page_bytes, resident), 0);
+    for (int i = 0; i < 16; i++) assert_int_equal(resident[i] & 1, 0);
+    memset(scratch.block, 1, scratch.bytes);
+    gdn_scratch_release(&scratch);
+  }
 }
 
 static void scratch_grows_and_keeps_its_block_otherwise(void **state) {
@@ -288,7 +391,7 @@ static void run_100000_empty_jobs_loses_none(void **state) {
   for (int n = 1; n <= 2; n++) {
     struct gdn_team *team;
     memset(&c, 0, sizeof c);
-    assert_int_equal(gdn_team_create(&team, n, NULL), 0);
+    assert_int_equal(gdn_team_create(&team, n, NULL, 0), 0);
     for (int i = 0; i < n_jobs; i++) gdn_team_run(team, bump, &c);
     for (int i = 0; i < n; i++) assert_int_equal(c.per_worker[i], n_jobs);
     gdn_team_destroy(team);
@@ -364,7 +467,7 @@ static void idle_team_uses_no_cpu(void **state) {
   nap_us(300000);
   for (int n = 1; n <= 4; n *= 2) {
     struct gdn_team *team;
-    assert_int_equal(gdn_team_create(&team, n, NULL), 0);
+    assert_int_equal(gdn_team_create(&team, n, NULL, 0), 0);
     check_idle(team, n);
     gdn_team_destroy(team);
     nap_us(300000);
@@ -396,7 +499,7 @@ static void check_caller_unchanged(struct gdn_topo *topo, int n) {
   const unsigned mxcsr = _mm_getcsr();
   const int n_threads = omp_get_max_threads(), dynamic = omp_get_dynamic();
   errno = 77;
-  assert_int_equal(gdn_team_create(&team, n, topo), 0);
+  assert_int_equal(gdn_team_create(&team, n, topo, 1), 0);
   for (int i = 0; i < 3; i++) gdn_team_run(team, tell_state, &s);
   nap_us(1000);
   gdn_team_run(team, tell_state, &s);
@@ -427,7 +530,7 @@ static void check_caller_unchanged(struct gdn_topo *topo, int n) {
 static void caller_state_is_unchanged_and_workers_have_their_own(void **state) {
   (void)state;
   const unsigned mxcsr = _mm_getcsr();
-  struct gdn_topo *topo = gdn_topo_create();
+  struct gdn_topo *topo = make_topo();
   sigset_t usr2;
   sigemptyset(&usr2);
   sigaddset(&usr2, SIGUSR2);
@@ -469,7 +572,7 @@ static void run_under_signals_loses_none(void **state) {
   const struct itimerval every = {.it_interval = {.tv_usec = 200}, .it_value = {.tv_usec = 200}};
   const struct itimerval never = {0};
   setitimer(ITIMER_REAL, &every, NULL);
-  assert_int_equal(gdn_team_create(&team, 3, NULL), 0);
+  assert_int_equal(gdn_team_create(&team, 3, NULL, 0), 0);
   for (int i = 0; i < 200; i++) gdn_team_run(team, nap_worker, &c);
   gdn_team_destroy(team);
   setitimer(ITIMER_REAL, &never, NULL);
@@ -481,12 +584,12 @@ static void run_under_signals_loses_none(void **state) {
 static void create_destroy_200_times_leaves_threads_and_files(void **state) {
   (void)state;
   static struct counts c;
-  struct gdn_topo *topo = gdn_topo_create();
+  struct gdn_topo *topo = make_topo();
   struct gdn_team *team;
   int n_threads = 0, n_files = 0;
   for (int i = 0; i <= 200; i++) {
     /* The size of the first teams is the largest: LLVM's runtime keeps as many threads as it ever needed. */
-    assert_int_equal(gdn_team_create(&team, i < 2 ? 5 : 1 + i % 5, topo), 0);
+    assert_int_equal(gdn_team_create(&team, i < 2 ? 5 : 1 + i % 5, topo, 1), 0);
     gdn_team_run(team, bump, &c);
     gdn_team_destroy(team);
     if (i == 0) {
@@ -505,7 +608,7 @@ static void *use_own_team(void *arg) {
   (void)arg;
   for (int i = 0; i < 10; i++) {
     struct counts *c = calloc(1, sizeof *c);
-    if (!c || gdn_team_create(&team, 2, NULL) != 0) return &total;
+    if (!c || gdn_team_create(&team, 2, NULL, 0) != 0) return &total;
     c->team = team;
     gdn_team_run(team, walk_phases, c);
     const int n_behind = atomic_load(&c->total);
@@ -551,8 +654,8 @@ static int exit_code(pid_t child) {
 static void create_with_bad_size_fails(void **state) {
   (void)state;
   struct gdn_team *team = NULL;
-  assert_int_equal(gdn_team_create(&team, 0, NULL), EINVAL);
-  assert_int_equal(gdn_team_create(&team, -1, NULL), EINVAL);
+  assert_int_equal(gdn_team_create(&team, 0, NULL, 0), EINVAL);
+  assert_int_equal(gdn_team_create(&team, -1, NULL, 0), EINVAL);
   assert_null(team);
   gdn_team_destroy(NULL);
 }
@@ -572,7 +675,7 @@ static void create_without_memory_for_threads_fails(void **state) {
     const struct rlimit limit = {.rlim_cur = bytes, .rlim_max = bytes};
     const int n_threads = count_entries("/proc/self/task");
     if (setrlimit(RLIMIT_AS, &limit) != 0) _exit(3);
-    if (gdn_team_create(&team, 200, NULL) != EAGAIN || team) _exit(4);
+    if (gdn_team_create(&team, 200, NULL, 0) != EAGAIN || team) _exit(4);
     if (count_entries("/proc/self/task") != n_threads) _exit(5);
     _exit(0);
   }
@@ -582,11 +685,11 @@ static void create_without_memory_for_threads_fails(void **state) {
 /* Runs in a process of its own, since runtimes read the limit when they start. */
 static int main_under_thread_limit(void) {
   struct gdn_team *team = NULL;
-  if (gdn_team_create(&team, 6, NULL) != EPERM || team) return 2;
+  if (gdn_team_create(&team, 6, NULL, 0) != EPERM || team) return 2;
   const int n_threads = count_entries("/proc/self/task");
-  if (gdn_team_create(&team, 6, NULL) != EPERM || team) return 3;
+  if (gdn_team_create(&team, 6, NULL, 0) != EPERM || team) return 3;
   if (count_entries("/proc/self/task") != n_threads) return 4;
-  if (gdn_team_create(&team, 2, NULL) != 0) return 5;
+  if (gdn_team_create(&team, 2, NULL, 0) != 0) return 5;
   gdn_team_destroy(team);
   return 0;
 }
@@ -600,7 +703,7 @@ static int main_under_proc_bind(void) {
   for (int i = 0; i < CPU_SETSIZE; i++) CPU_SET(i, &all);
   sched_setaffinity(0, sizeof all, &all);
   sched_getaffinity(0, sizeof all, &all);
-  if (gdn_team_create(&team, 2, NULL) != 0) return 2;
+  if (gdn_team_create(&team, 2, NULL, 0) != 0) return 2;
   gdn_team_run(team, tell_state, &s);
   gdn_team_destroy(team);
   return CPU_EQUAL(&s.cpus[0], &all) && CPU_EQUAL(&s.cpus[1], &all) ? 0 : 3;
@@ -610,7 +713,7 @@ static int main_under_proc_bind(void) {
 static int main_exits_with_live_teams(void) {
   static struct counts c;
   struct gdn_team *team[2];
-  if (gdn_team_create(&team[0], 2, NULL) != 0 || gdn_team_create(&team[1], 3, NULL) != 0) return 2;
+  if (gdn_team_create(&team[0], 2, NULL, 0) != 0 || gdn_team_create(&team[1], 3, NULL, 0) != 0) return 2;
   gdn_team_run(team[1], bump, &c);
   return 0;
 }
@@ -646,14 +749,14 @@ static void new_team_after_fork_works_in_child(void **state) {
   if (SANITIZED) skip(); /* ThreadSanitizer refuses threads after a fork with threads */
   static struct counts c;
   struct gdn_team *team;
-  assert_int_equal(gdn_team_create(&team, 2, NULL), 0);
+  assert_int_equal(gdn_team_create(&team, 2, NULL, 0), 0);
   gdn_team_run(team, bump, &c);
   const pid_t child = fork();
   assert_true(child >= 0);
   if (child == 0) {
     alarm(20);
     struct gdn_team *own;
-    if (gdn_team_create(&own, 3, NULL) != 0) _exit(2);
+    if (gdn_team_create(&own, 3, NULL, 0) != 0) _exit(2);
     gdn_team_run(own, bump, &c);
     gdn_team_destroy(own);
     _exit(c.per_worker[2] == 1 ? 0 : 3);
@@ -672,9 +775,12 @@ int main(int argc, char **argv) {
       cmocka_unit_test(cpu_missing_names_the_lowest_reason),
       cmocka_unit_test(topo_lists_allowed_cores_and_leaves_no_trace),
       cmocka_unit_test(topo_with_one_allowed_cpu_lists_that_one),
+      cmocka_unit_test(topo_of_a_list_holds_each_cpu_once),
+      cmocka_unit_test(quota_is_the_smallest_on_the_way_up),
       cmocka_unit_test(mem_blocks_are_aligned_and_writable),
       cmocka_unit_test(mem_large_block_is_untouched),
       cmocka_unit_test(mem_impossible_size_gives_null_and_keeps_errno),
+      cmocka_unit_test(scratch_is_untouched_whatever_its_size),
       cmocka_unit_test(scratch_grows_and_keeps_its_block_otherwise),
       cmocka_unit_test(run_calls_every_worker_once),
       cmocka_unit_test(barrier_keeps_phases_in_order),
