@@ -29,6 +29,7 @@ function(gdn_tier name)
   endif()
   if(GDN_BUILDS_${TIER_NAME})
     set(GDN_TIERS ${GDN_TIERS} ${name} PARENT_SCOPE)
+    set(GDN_FLAGS_${TIER_NAME} ${TIER_FLAGS} PARENT_SCOPE)
     set(GDN_TIER_DEFINITIONS ${GDN_TIER_DEFINITIONS} GDN_HAVE_${TIER_NAME} PARENT_SCOPE)
     set(GDN_KERNEL_SOURCES ${GDN_KERNEL_SOURCES} ${TIER_FILES} PARENT_SCOPE)
     set_source_files_properties(${TIER_FILES} PROPERTIES COMPILE_OPTIONS "${GDN_KERNEL_FLAGS};${TIER_FLAGS}")
@@ -51,3 +52,15 @@ gdn_tier(avx512
   FILES src/kernels/recur_avx512.c src/kernels/chunk_avx512.c
   PROBE "__m512 a = _mm512_set1_ps((float)argc); a = _mm512_and_ps(a, _mm512_fmadd_ps(a, a, a));
          x = (int)_mm512_movepi16_mask(_mm512_castps_si512(a)) + (int)_mm256_movepi8_mask(_mm256_set1_epi8(1));")
+
+set(avx512bf16 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mavx512bf16)
+gdn_tier(avx512bf16
+  FLAGS ${avx512bf16}
+  FILES src/kernels/chunk_avx512bf16.c
+  PROBE "__m512 a = _mm512_set1_ps((float)argc); __m512bh b = _mm512_cvtne2ps_pbh(a, a);
+         a = _mm512_dpbf16_ps(a, b, b); x = (int)_mm512_cvtss_f32(a);")
+
+gdn_tier(amx
+  FLAGS ${avx512bf16} -mamx-tile -mamx-bf16
+  FILES src/kernels/chunk_amx.c
+  PROBE "_tile_loadd(1, argv, 64); _tile_zero(0); _tile_zero(2); _tile_dpbf16ps(0, 1, 2); _tile_release();")

@@ -1,19 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Which instruction sets the processor has and the operating system lets a process use.
  *
- * To add a set: its flag in platform.h, its rows in features[], and one row in sets[]. A set that the system grants on
- * request (AMX) needs a call in gdn_cpu_detect besides, made after the rows were found present. */
+ * To add a set: its flag in platform.h, its rows in features[], and one row in sets[]. AMX needs more: a palette of the
+ * size that kernels expect, and the kernel's permission, which is asked for once and holds for the process. */
 #include "platform.h"
 
 #include <cpuid.h>
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 enum { EAX, EBX, ECX, EDX };
 
 /* Bits of XCR0. */
 #define XCR0_YMM 0x06u /* XMM, YMM */
 #define XCR0_ZMM 0xe6u /* and opmask, upper halves, upper registers */
+#define XCR0_TILE 0x600e6u /* and tile configuration, tile data */
 
 static const struct {
   uint32_t set;
@@ -29,6 +33,8 @@ static const struct {
     {GDN_CPU_AVX512, 7, 0, EBX, 17, "avx512dq"},
     {GDN_CPU_AVX512, 7, 0, EBX, 31, "avx512vl"},
     {GDN_CPU_AVX512BF16, 7, 1, EAX, 5, "avx512_bf16"},
+    {GDN_CPU_AMX, 7, 0, EDX, 24, "amx_tile"},
+    {GDN_CPU_AMX, 7, 0, EDX, 22, "amx_bf16"},
 };
 
 /* Lowest first; a set stands on those of its field below. */
@@ -40,6 +46,7 @@ static const struct {
     {GDN_CPU_AVX2, 0, XCR0_YMM, "ymm"},
     {GDN_CPU_AVX512, GDN_CPU_AVX2, XCR0_ZMM, "zmm"},
     {GDN_CPU_AVX512BF16, GDN_CPU_AVX2 | GDN_CPU_AVX512, XCR0_ZMM, "zmm"},
+    {GDN_CPU_AMX, GDN_CPU_AVX2 | GDN_CPU_AVX512 | GDN_CPU_AVX512BF16, XCR0_TILE, "tile"},
 };
 
 enum { N_FEATURES = sizeof features / sizeof *features, N_SETS = sizeof sets / sizeof *sets };
@@ -73,6 +80,22 @@ static void read_name(char *name, size_t name_bytes) {
     snprintf(name, name_bytes, "unknown x86-64 processor");
 }
 
+/* Palette 1 has 8 tiles of 16 rows of 64 bytes. */
+static int palette_fits(void) {
+  uint32_t a, b, c, d;
+  if (!__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return 0;
+  return (b & 0xffffu) == 64 && b >> 16 >= 8 && (c & 0xffffu) >= 16;
+}
+
+/* 0, or errno of the refusal. */
+static int ask_for_tiles(void) {
+  enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* of arch_prctl(2) */
+  const int before = errno;
+  int refused = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) ? errno : 0;
+  errno = before;
+  return refused;
+}
+
 void gdn_cpu_detect(struct gdn_cpu *cpu) {
   memset(cpu, 0, sizeof *cpu);
   read_name(cpu->name, sizeof cpu->name);
@@ -80,8 +103,12 @@ void gdn_cpu_detect(struct gdn_cpu *cpu) {
   for (int i = 0; i < N_FEATURES; i++)
     if (cpuid_bit(features[i].leaf, features[i].subleaf, features[i].reg, features[i].bit)) cpu->features |= 1u << i;
   char reason[96];
-  for (int i = 0; i < N_SETS; i++)
+  if (!palette_fits()) cpu->tile_errno = ENODEV;
+  for (int i = 0; i < N_SETS; i++) {
+    if (sets[i].set == GDN_CPU_AMX && !cpu->tile_errno && !*gdn_cpu_missing(cpu, GDN_CPU_AMX, reason, sizeof reason))
+      cpu->tile_errno = ask_for_tiles();
     if (!*gdn_cpu_missing(cpu, sets[i].set, reason, sizeof reason)) cpu->flags |= sets[i].set;
+  }
 }
 
 const char *gdn_cpu_missing(const struct gdn_cpu *cpu, uint32_t needed, char *text, size_t text_bytes) {
@@ -98,5 +125,8 @@ const char *gdn_cpu_missing(const struct gdn_cpu *cpu, uint32_t needed, char *te
     return text;
   }
   if (text_bytes > 0) *text = '\0';
+  if ((needed & GDN_CPU_AMX) && cpu->tile_errno)
+    snprintf(text, text_bytes, "%s", cpu->tile_errno == ENODEV ? "processor has tiles of another size"
+                                                               : "kernel refused permission for tile data");
   return text;
 }

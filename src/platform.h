@@ -13,13 +13,15 @@
 enum {
   GDN_CPU_AVX2 = 1u << 0,      /* AVX2, FMA and F16C, YMM state enabled */
   GDN_CPU_AVX512 = 1u << 1,    /* F, BW, DQ, VL, ZMM state enabled; never without GDN_CPU_AVX2 */
-  GDN_CPU_AVX512BF16 = 1u << 2 /* AVX512_BF16; never without GDN_CPU_AVX512 */
+  GDN_CPU_AVX512BF16 = 1u << 2, /* AVX512_BF16; never without GDN_CPU_AVX512 */
+  GDN_CPU_AMX = 1u << 3 /* tiles of the size kernels expect, their bf16 products; never without GDN_CPU_AVX512BF16 */
 };
 
 struct gdn_cpu {
   uint32_t flags;    /* GDN_CPU_* that can be used */
   uint32_t features; /* bit i: row i of the feature table in cpu.c is present */
   uint64_t xcr0;     /* register states that the operating system saves; 0 without XSAVE */
+  int tile_errno;    /* why the kernel refused tile data to this process; 0 = granted or not asked for */
   char name[64];
 };
 

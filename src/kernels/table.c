@@ -31,10 +31,24 @@ static void fill_avx512(struct gdn_kernels *t) {
 #define FILL_AVX512 NULL
 #endif
 
+#ifdef GDN_HAVE_AVX512BF16
+#define FILL_AVX512BF16 gdn_fill_chunk_avx512bf16
+#else
+#define FILL_AVX512BF16 NULL
+#endif
+
+#ifdef GDN_HAVE_AMX
+#define FILL_AMX gdn_fill_chunk_amx
+#else
+#define FILL_AMX NULL
+#endif
+
 const struct gdn_tier gdn_tiers[] = {
     {"ref", GDN_ISA_REF, 0, fill_ref},
     {"avx2", GDN_ISA_AVX2, GDN_CPU_AVX2, FILL_AVX2},
     {"avx512", GDN_ISA_AVX512, GDN_CPU_AVX2 | GDN_CPU_AVX512, FILL_AVX512},
+    {"avx512bf16", GDN_ISA_AVX512BF16, GDN_CPU_AVX512BF16, FILL_AVX512BF16},
+    {"amx", GDN_ISA_AMX, GDN_CPU_AMX, FILL_AMX},
 };
 const int gdn_n_tiers = sizeof(gdn_tiers) / sizeof(gdn_tiers[0]);
 

@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The tile loops of the amx tier with nothing between them; the file behind is built with that tier's flags. */
+#ifndef GDN_BENCH_TILE_PRODUCTS_H
+#define GDN_BENCH_TILE_PRODUCTS_H
+
+#include <stdint.h>
+
+/* Around everything else, in each thread. */
+void tile_products_begin(void);
+void tile_products_end(void);
+/* Four products of 16 x 16 x 32 a round, on registers alone. */
+void tile_products_peak(int64_t rounds);
+/* Those of one chunk of n tokens: one q/k head and its group of value heads. operands: 1 MiB of zeros, aligned to 64. */
+void tile_products_chunk(int n, int dim_k, int dim_v, int group, char *operands);
+
+#endif
