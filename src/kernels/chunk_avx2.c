@@ -22,6 +22,14 @@ static inline void vec_store_bf16(uint16_t *p, vec x) {
   v8_store_bf16(p, x);
 }
 
+static inline vec vec_load_f16(const uint16_t *p) {
+  return v8_load_f16(p);
+}
+
+static inline void vec_store_f16(uint16_t *p, vec x) {
+  v8_store_f16(p, x);
+}
+
 static inline vec vec_set1(float x) {
   return _mm256_set1_ps(x);
 }

@@ -2,7 +2,7 @@
  * The chunk form's primitives in f32, written once for every vector width; operands are plain f32 arrays:
  *   q, k [64][K]   kt [K][64]   a, t [64][64]   resid, delta, delta_out [64][V]   state_op: unused, products read state
  * The including file defines first, for vectors of LANES floats (a divisor of GDN_BLOCK, power of two):
- *   vec, vec_load, vec_store, vec_load_bf16, vec_store_bf16, vec_set1, vec_add, vec_sub, vec_mul, vec_fmadd (a b + c),
+ *   vec, vec_load, vec_store, vec_load_bf16, vec_store_bf16, vec_load_f16, vec_store_f16, vec_set1, vec_add, vec_sub, vec_mul, vec_fmadd (a b + c),
  *   vec_fnmadd (c - a b), vec_exp, vec_sum, vec_below(x, n) (lanes below n kept, others zero), vec_transpose,
  *   solve_diagonal(l, t): t [LANES][LANES] = (I + l)^-1, all of row length GDN_CHUNK;
  *   solve_below(n, l, t_above, t): t = (I + l[][n .. n + LANES))^-1 (-l[][0 .. n) t_above), t_above [n][LANES] of a block
@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "convert.h"
 #include "gemm.h"
 #include "kernels.h"
 
@@ -24,25 +25,23 @@
 
 static ALWAYS_INLINE vec load_elems(const struct gdn_rows *rows, int64_t row, int col) {
   const int64_t at = row * rows->stride_elems + col;
-  return rows->dtype == GDN_ROWS_BF16 ? vec_load_bf16((const uint16_t *)rows->data + at)
-                                      : vec_load((const float *)rows->data + at);
+  if (rows->dtype == GDN_ROWS_BF16) return vec_load_bf16((const uint16_t *)rows->data + at);
+  if (rows->dtype == GDN_ROWS_F16) return vec_load_f16((const uint16_t *)rows->data + at);
+  return vec_load((const float *)rows->data + at);
 }
 
 static ALWAYS_INLINE void store_elems(const struct gdn_rows_out *rows, int64_t row, int col, vec x) {
   const int64_t at = row * rows->stride_elems + col;
   if (rows->dtype == GDN_ROWS_BF16)
     vec_store_bf16((uint16_t *)rows->data + at, x);
+  else if (rows->dtype == GDN_ROWS_F16)
+    vec_store_f16((uint16_t *)rows->data + at, x);
   else
     vec_store((float *)rows->data + at, x);
 }
 
 static inline float scalar_elem(const struct gdn_rows *rows, int64_t row) {
-  const int64_t at = row * rows->stride_elems;
-  if (rows->dtype != GDN_ROWS_BF16) return ((const float *)rows->data)[at];
-  const uint32_t bits = (uint32_t)((const uint16_t *)rows->data)[at] << 16;
-  float x;
-  memcpy(&x, &bits, sizeof(x));
-  return x;
+  return gdn_load_elem(rows->data, row * rows->stride_elems, rows->dtype);
 }
 
 /* dst [n16][dim] = mult * rows, each over its norm if asked; zero from n on. */

@@ -3,6 +3,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "convert.h"
 #include "kernels.h"
 
 /* Below it exp is 0 in f32. Raising gates to it keeps sums finite where a gate is -inf. */
@@ -10,23 +11,12 @@
 
 static float load_elem(const struct gdn_rows *rows, int64_t row, int col) {
   const int64_t at = row * rows->stride_elems + col;
-  if (rows->dtype != GDN_ROWS_BF16) return ((const float *)rows->data)[at];
-  const uint32_t bits = (uint32_t)((const uint16_t *)rows->data)[at] << 16;
-  float x;
-  memcpy(&x, &bits, sizeof(x));
-  return x;
+  return gdn_load_elem(rows->data, at, rows->dtype);
 }
 
 static void store_elem(const struct gdn_rows_out *rows, int64_t row, int col, float x) {
   const int64_t at = row * rows->stride_elems + col;
-  if (rows->dtype != GDN_ROWS_BF16) {
-    ((float *)rows->data)[at] = x;
-    return;
-  }
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof(bits));
-  bits = isnan(x) ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1);
-  ((uint16_t *)rows->data)[at] = (uint16_t)(bits >> 16);
+  gdn_store_elem(rows->data, at, rows->dtype, x);
 }
 
 /* dst [n16][K] = mult * rows, each over its norm if asked; zero from n on. */
@@ -194,6 +184,8 @@ static void gdn_thread_end_ref(uint32_t saved) {
 
 void gdn_fill_chunk_ref(struct gdn_kernels *t) {
   t->chunk_min = 1;
+  t->knows_zero = 0;
+  t->scan_cols = GDN_DIM_MAX;
   t->chunk_state_at = gdn_chunk_state_at_ref;
   t->thread_begin = gdn_thread_begin_ref;
   t->thread_end = gdn_thread_end_ref;

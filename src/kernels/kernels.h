@@ -22,7 +22,7 @@
 #define GDN_DIM_MAX 256
 
 /* Element types of rows that callers own; the values of gdn.h. */
-enum { GDN_ROWS_F32 = 1, GDN_ROWS_BF16 = 2 };
+enum { GDN_ROWS_F32 = 1, GDN_ROWS_BF16 = 2, GDN_ROWS_F16 = 5 };
 
 /* Rows in caller memory: row i starts at data + i * stride elements; no alignment beyond the element's. Elements past
  * the last of a row, and rows past the last, are never touched. */
@@ -47,17 +47,47 @@ typedef void gdn_norm_rows_fn(int n, int dim, struct gdn_rows src, int l2norm, f
 /* dot[i] = sum_j a[i][j] b[i][j] over rows of dim floats; a row's result does not depend on n. */
 typedef void gdn_dot_rows_fn(int n, int dim, const float *a, const float *b, float *dot);
 
-/* decay[i] = exp(g[i]) (1 if g.data is null), beta_f32[i] = beta[i] (1 if null), i < n <= GDN_CHUNK; g.dtype is f32.
- * An element's result does not depend on n or on its place. exp(-inf) = 0. */
-typedef void gdn_gates_fn(int n, struct gdn_rows g, struct gdn_rows beta, float *decay, float *beta_f32);
+/* What the gates of a call are given as. */
+enum {
+  GDN_GATE_LOG = 0,   /* g: natural log of the decay */
+  GDN_GATE_ALPHA = 1, /* g: the decay itself */
+  GDN_GATE_RAW = 2    /* g: a, of which -exp(a_log) softplus(a + dt_bias) is the log of the decay */
+};
+
+/* n gates. Rows of one element, f32 or 16 bits; a stride of 0 gives all gates the same element. */
+struct gdn_gates {
+  int n;
+  int g_mode;                     /* GDN_GATE_* */
+  int beta_sigmoid;               /* 1: beta is sigmoid of what beta holds */
+  int as_log;                     /* 1: g_out is the log of the decay, 0: the decay */
+  float threshold;                /* softplus(x) = x above it */
+  struct gdn_rows g, beta;        /* null: no decay; beta 1 */
+  struct gdn_rows a_log, dt_bias; /* GDN_GATE_RAW; dt_bias null = 0 */
+  float *g_out, *beta_out;        /* [n] */
+};
+
+/* Makes g_out and beta_out. An element's result does not depend on n or on its place. The decay of log -inf is 0, as is
+ * one below the smallest normal number, which would slow every product with it; the log of decay 0 is -inf.
+ * Raw gates: infinite a and dt_bias, exp(a_log) and softplus beyond the range count as the largest float, so that no
+ * difference and no product of them is NaN; NaN stays NaN. */
+typedef void gdn_gates_fn(const struct gdn_gates *a);
 
 /* dst [n][dim] = src[n][ld], rounded to nearest even; dim a multiple of 32. */
 typedef void gdn_store_rows_fn(int n, int dim, const float *src, int64_t ld, struct gdn_rows_out dst);
 
-/* panels [n_cols / 32][dim_k][32] = rows [n_cols][dim_k] f32 transposed; rows has any 4-byte alignment. */
-typedef void gdn_state_load_fn(int n_cols, int dim_k, const float *rows, float *panels);
-/* And back. */
-typedef void gdn_state_store_fn(int n_cols, int dim_k, const float *panels, float *rows);
+/* Some columns of V of one head's state in caller memory, which has any alignment of its elements. */
+struct gdn_state_ref {
+  void *data;
+  int64_t stride_elems; /* [V, K]: from one column of V to the next; [K, V]: from one element of K to the next */
+  int32_t dtype;        /* GDN_ROWS_* */
+  int32_t k_major;      /* 0: [V, K], element j of column c at c stride + j; 1: [K, V], at j stride + c */
+  int32_t stream;       /* stores may go past the caches: nobody reads the state soon */
+};
+
+/* panels [n_cols / 32][dim_k][32] f32 = the state. */
+typedef void gdn_state_load_fn(int n_cols, int dim_k, struct gdn_state_ref state, float *panels);
+/* And back, rounded to nearest even. */
+typedef void gdn_state_store_fn(int n_cols, int dim_k, const float *panels, struct gdn_state_ref state);
 
 /* Cache lines wanted after the call: while token t < n_rows runs, line[i] + t * stride_bytes[i] is prefetched, so that the
  * waits of rows far apart in memory hide behind arithmetic, a few at a time. */
@@ -72,7 +102,7 @@ struct gdn_ahead {
  * tokens. Per token, with x = S k and y = S q summed over K in the tier's own fixed order:
  *   d = beta (v - decay x);   out = decay y + kq d;   S = decay S + d k^T
  * These operations and their order are the same in gdn_decode_step_fn of the tier, in any slice of columns and after
- * any split of the tokens: bits must agree. */
+ * any split of the tokens: bits must agree, but for the rounding of a stored state. */
 struct gdn_recur {
   struct gdn_ahead ahead;
   int n, dim_k, n_cols;
@@ -84,18 +114,21 @@ struct gdn_recur {
   float *out;               /* [n][ld]; may be v */
   int64_t ld;
   float *state;             /* panels [n_cols / 32][dim_k][32], read and written */
+  int no_state;             /* 1: nobody needs the state after the last token, it may be left as it is */
+  const char *next;         /* a block of memory to be fetched to the second-level cache meanwhile; null = none */
+  int64_t next_bytes;
 };
 typedef void gdn_recur_fn(const struct gdn_recur *a);
 
-/* One token on n_cols (multiple of 32) rows of a state in caller memory, [n_cols][dim_k] f32. */
+/* One token on n_cols (multiple of 32) columns of a state in caller memory, whose elements are written once each. */
 struct gdn_decode_step {
   int dim_k, n_cols;
   const float *q, *k;       /* [dim_k] */
   float kq, decay, beta;
   const float *v;           /* [n_cols] */
   float *out;               /* [n_cols] */
-  const float *state_in;    /* null = zero state */
-  float *state_out;         /* null = not stored; may be state_in */
+  struct gdn_state_ref state_in;  /* data null = zero state */
+  struct gdn_state_ref state_out; /* data null = not stored; may be state_in; of the same dtype, layout and stride */
 };
 typedef void gdn_decode_step_fn(const struct gdn_decode_step *a);
 
@@ -134,6 +167,7 @@ struct gdn_chunk {
   /* columns of V */
   struct gdn_rows v_rows;   /* row i: v of token i, all of V */
   struct gdn_rows_out out_rows;
+  int zero_state;           /* 1: the state is zero, whatever state and state_op hold; tiers with knows_zero only */
   float *state;             /* panels of all of V */
   void *state_op;           /* operand of the state; [K][V] f32 at most */
   void *resid;              /* operand beta (v - exp(G) K S^T); 64 V 6 bytes at most */
@@ -196,6 +230,8 @@ typedef void gdn_thread_end_fn(uint32_t saved);
 struct gdn_kernels {
   const char *tier;
   int chunk_min;  /* a chunk with fewer tokens takes the recurrent form even in chunk form; 1 = none does */
+  int knows_zero; /* 1: heeds gdn_chunk.zero_state, and needs no zeros in memory where a sequence starts */
+  int scan_cols;  /* columns that go from chunk_residual to chunk_state together */
   int recur_cols; /* columns of one gdn_recur call that the tier likes best: 32 or 64 */
 #define GDN_KERNEL_FIELD(name) gdn_##name##_fn *name;
   GDN_KERNEL_LIST(GDN_KERNEL_FIELD)
@@ -212,6 +248,12 @@ void gdn_fill_chunk_avx2(struct gdn_kernels *t);
 #ifdef GDN_HAVE_AVX512
 void gdn_fill_recur_avx512(struct gdn_kernels *t);
 void gdn_fill_chunk_avx512(struct gdn_kernels *t);
+#endif
+#ifdef GDN_HAVE_AVX512BF16
+void gdn_fill_chunk_avx512bf16(struct gdn_kernels *t);
+#endif
+#ifdef GDN_HAVE_AMX
+void gdn_fill_chunk_amx(struct gdn_kernels *t);
 #endif
 
 /* table.c: the tiers of this build, lowest first. */

@@ -1,247 +1,213 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Rows, gates, recurrent form and decode step for AVX-512 F, BW, DQ, VL. */
-#include <assert.h>
+ * Rows, gates, recurrent form and decode step with AVX-512 F, BW, DQ and VL: vectors of 16 floats for recur_f32.h. */
 #include <math.h>
-#include <stddef.h>
 
 #include "kernels/kernels.h"
 #include "kernels/vec_avx512.h"
 
-#define INLINE static inline __attribute__((always_inline))
+#define LANES 16
+#define TIER_INLINE static inline __attribute__((always_inline))
+typedef __m512 vec;
 
-/* 16 elements from element i on. */
-INLINE __m512 load_as(const void *data, int64_t i, int bf16) {
-  return bf16 ? v16_load_bf16((const uint16_t *)data + i) : _mm512_loadu_ps((const float *)data + i);
+TIER_INLINE vec vec_load(const float *p) {
+  return _mm512_loadu_ps(p);
 }
 
-INLINE void load_rows(int n, int dim, struct gdn_rows src, int bf16, float *restrict dst, int64_t ld) {
-  for (int i = 0; i < n; i++)
-    for (int j = 0; j < dim; j += 16)
-      _mm512_storeu_ps(dst + i * ld + j, load_as(src.data, i * src.stride_elems + j, bf16));
+TIER_INLINE void vec_store(float *p, vec x) {
+  _mm512_storeu_ps(p, x);
 }
 
-static void gdn_load_rows_avx512(int n, int dim, struct gdn_rows src, float *dst, int64_t ld) {
-  if (src.dtype == GDN_ROWS_BF16)
-    load_rows(n, dim, src, 1, dst, ld);
+TIER_INLINE void vec_store_tail(float *p, int n, vec x) {
+  v16_store_tail(p, n, x);
+}
+
+TIER_INLINE void vec_stream(float *p, vec x) {
+  _mm512_stream_ps(p, x);
+}
+
+TIER_INLINE vec vec_set1(float x) {
+  return _mm512_set1_ps(x);
+}
+
+TIER_INLINE vec vec_add(vec a, vec b) {
+  return _mm512_add_ps(a, b);
+}
+
+TIER_INLINE vec vec_sub(vec a, vec b) {
+  return _mm512_sub_ps(a, b);
+}
+
+TIER_INLINE vec vec_mul(vec a, vec b) {
+  return _mm512_mul_ps(a, b);
+}
+
+TIER_INLINE vec vec_div(vec a, vec b) {
+  return _mm512_div_ps(a, b);
+}
+
+TIER_INLINE vec vec_fmadd(vec a, vec b, vec c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+
+TIER_INLINE vec vec_min(vec a, vec b) {
+  return _mm512_min_ps(a, b);
+}
+
+TIER_INLINE vec vec_max(vec a, vec b) {
+  return _mm512_max_ps(a, b);
+}
+
+TIER_INLINE vec vec_abs(vec x) {
+  return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), x);
+}
+
+TIER_INLINE vec vec_exp(vec x) {
+  return v16_exp(x);
+}
+
+TIER_INLINE void vec_split(vec x, vec *m, vec *e) {
+  v16_split(x, m, e);
+}
+
+TIER_INLINE float vec_sum(vec x) {
+  return v16_sum(x);
+}
+
+TIER_INLINE vec vec_below(vec a, vec b, vec x, vec y) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+}
+
+/* In a dtype's place: bfloat16 that is stored without a look for NaN. A row of decay s + d k^T has none if d is finite:
+ * anything else in s, k or decay has made x, and with it d, infinite or NaN. */
+#define STORE_FINITE_BF16 (-GDN_ROWS_BF16)
+
+TIER_INLINE vec load_as(const void *data, int64_t i, int dtype) {
+  if (dtype == GDN_ROWS_BF16) return v16_load_bf16((const uint16_t *)data + i);
+  if (dtype == GDN_ROWS_F16) return v16_load_f16((const uint16_t *)data + i);
+  return _mm512_loadu_ps((const float *)data + i);
+}
+
+TIER_INLINE void store_as(void *data, int64_t i, int dtype, vec x) {
+  if (dtype == GDN_ROWS_BF16)
+    v16_store_bf16((uint16_t *)data + i, x);
+  else if (dtype == GDN_ROWS_F16)
+    v16_store_f16((uint16_t *)data + i, x);
   else
-    load_rows(n, dim, src, 0, dst, ld);
+    _mm512_storeu_ps((float *)data + i, x);
 }
 
-INLINE void norm_rows(int n, int dim, struct gdn_rows src, int bf16, float eps, float mult, float *restrict dst) {
-  for (int i = 0; i < n; i++) {
-    __m512 s0 = _mm512_setzero_ps(), s1 = _mm512_setzero_ps();
-    float *row = dst + (ptrdiff_t)i * dim;
-    for (int j = 0; j < dim; j += 32) {
-      const __m512 x0 = load_as(src.data, i * src.stride_elems + j, bf16);
-      const __m512 x1 = load_as(src.data, i * src.stride_elems + j + 16, bf16);
-      _mm512_storeu_ps(row + j, x0);
-      _mm512_storeu_ps(row + j + 16, x1);
-      s0 = _mm512_fmadd_ps(x0, x0, s0);
-      s1 = _mm512_fmadd_ps(x1, x1, s1);
-    }
-    const __m512 factor = _mm512_set1_ps(mult / sqrtf(v16_sum(_mm512_add_ps(s0, s1)) + eps));
-    for (int j = 0; j < dim; j += 16) _mm512_storeu_ps(row + j, _mm512_mul_ps(factor, _mm512_loadu_ps(row + j)));
+TIER_INLINE void load_transposed(const void *data, int64_t at, int64_t ld, int dtype, vec r[16]) {
+  if (dtype == GDN_ROWS_F32) {
+    for (int j = 0; j < 16; j += 4) v16_load_transposed_16x4((const float *)data + at + j, ld, r + j);
+    return;
   }
+  for (int i = 0; i < 16; i++) r[i] = load_as(data, at + i * ld, dtype);
+  v16_transpose(r);
 }
 
-INLINE void scale_rows(int n, int dim, struct gdn_rows src, int bf16, float mult, float *restrict dst) {
-  for (int i = 0; i < n; i++)
-    for (int j = 0; j < dim; j += 16)
-      _mm512_storeu_ps(dst + (ptrdiff_t)i * dim + j,
-                       _mm512_mul_ps(_mm512_set1_ps(mult), load_as(src.data, i * src.stride_elems + j, bf16)));
-}
-
-static void gdn_norm_rows_avx512(int n, int dim, struct gdn_rows src, int l2norm, float eps, float mult, float *dst) {
-  if (l2norm && src.dtype == GDN_ROWS_BF16)
-    norm_rows(n, dim, src, 1, eps, mult, dst);
-  else if (l2norm)
-    norm_rows(n, dim, src, 0, eps, mult, dst);
-  else if (src.dtype == GDN_ROWS_BF16)
-    scale_rows(n, dim, src, 1, mult, dst);
-  else
-    scale_rows(n, dim, src, 0, mult, dst);
-}
-
-static void gdn_dot_rows_avx512(int n, int dim, const float *a, const float *b, float *restrict dot) {
-  for (int i = 0; i < n; i++, a += dim, b += dim) {
-    __m512 s0 = _mm512_setzero_ps(), s1 = _mm512_setzero_ps();
-    for (int j = 0; j < dim; j += 32) {
-      s0 = _mm512_fmadd_ps(_mm512_loadu_ps(a + j), _mm512_loadu_ps(b + j), s0);
-      s1 = _mm512_fmadd_ps(_mm512_loadu_ps(a + j + 16), _mm512_loadu_ps(b + j + 16), s1);
-    }
-    dot[i] = v16_sum(_mm512_add_ps(s0, s1));
-  }
-}
-
-/* m <= 16 elements, stride_elems apart, from element i on; then zeros. */
-static __m512 load_strided(const struct gdn_rows *r, int64_t i, int m) {
-  float x[16] = {0};
-  for (int l = 0; l < m; l++) {
-    const int64_t at = (i + l) * r->stride_elems;
-    if (r->dtype == GDN_ROWS_BF16)
-      x[l] = _mm512_cvtss_f32(v16_load_bf16_tail((const uint16_t *)r->data + at, 1));
-    else
-      x[l] = ((const float *)r->data)[at];
-  }
-  return _mm512_loadu_ps(x);
-}
-
-static void gdn_gates_avx512(int n, struct gdn_rows g, struct gdn_rows beta, float *decay, float *beta_f32) {
-  for (int i = 0; i < n; i += 16) {
-    const int m = n - i < 16 ? n - i : 16;
-    const __m512 one = _mm512_set1_ps(1.0f);
-    v16_store_tail(decay + i, m, g.data ? v16_exp(load_strided(&g, i, m)) : one);
-    v16_store_tail(beta_f32 + i, m, beta.data ? load_strided(&beta, i, m) : one);
-  }
-}
-
-static void gdn_store_rows_avx512(int n, int dim, const float *src, int64_t ld, struct gdn_rows_out dst) {
-  for (int i = 0; i < n; i++, src += ld) {
-    if (dst.dtype == GDN_ROWS_BF16) {
-      uint16_t *row = (uint16_t *)dst.data + i * dst.stride_elems;
-      for (int j = 0; j < dim; j += 16) v16_store_bf16(row + j, _mm512_loadu_ps(src + j));
-    } else {
-      float *row = (float *)dst.data + i * dst.stride_elems;
-      for (int j = 0; j < dim; j += 16) _mm512_storeu_ps(row + j, _mm512_loadu_ps(src + j));
-    }
-  }
-}
-
-static void gdn_state_load_avx512(int n_cols, int dim_k, const float *restrict rows, float *restrict panels) {
-  for (int col = 0; col < n_cols; col += 16) {
-    const float *src = rows + (ptrdiff_t)col * dim_k;
-    float *dst = panels + (ptrdiff_t)(col / GDN_PANEL) * dim_k * GDN_PANEL + col % GDN_PANEL;
-    for (int j = 0; j < dim_k; j += 4) {
-      __m512 r[4];
-      v16_load_transposed_16x4(src + j, dim_k, r);
-      for (int i = 0; i < 4; i++) _mm512_store_ps(dst + (j + i) * GDN_PANEL, r[i]);
-    }
-  }
-}
-
-static void gdn_state_store_avx512(int n_cols, int dim_k, const float *restrict panels, float *restrict rows) {
-  for (int col = 0; col < n_cols; col += 16) {
-    const float *src = panels + (ptrdiff_t)(col / GDN_PANEL) * dim_k * GDN_PANEL + col % GDN_PANEL;
-    float *dst = rows + (ptrdiff_t)col * dim_k;
-    for (int j = 0; j < dim_k; j += 16) {
-      __m512 r[16];
-      for (int i = 0; i < 16; i++) r[i] = _mm512_load_ps(src + (j + i) * GDN_PANEL);
-      v16_transpose(r);
-      for (int i = 0; i < 16; i++) _mm512_storeu_ps(dst + (ptrdiff_t)i * dim_k + j, r[i]);
-    }
-  }
-}
-
-/* The 32 columns of a panel: by value, so that they stay in registers. */
 struct v32 {
-  __m512 a, b;
+  vec a, b;
 };
 
-INLINE struct v32 v32_zero(void) {
+TIER_INLINE struct v32 v32_zero(void) {
   return (struct v32){_mm512_setzero_ps(), _mm512_setzero_ps()};
 }
 
-INLINE struct v32 v32_load(const float *p) {
-  return (struct v32){_mm512_loadu_ps(p), _mm512_loadu_ps(p + 16)};
+TIER_INLINE struct v32 v32_load(const void *data, int64_t i, int dtype) {
+  return (struct v32){load_as(data, i, dtype), load_as(data, i + 16, dtype)};
 }
 
-INLINE void v32_store(float *p, struct v32 x) {
-  _mm512_storeu_ps(p, x.a);
-  _mm512_storeu_ps(p + 16, x.b);
+TIER_INLINE void v32_store(void *data, int64_t i, int dtype, struct v32 x) {
+  if (dtype == STORE_FINITE_BF16) {
+    _mm256_storeu_si256((__m256i *)((uint16_t *)data + i), v16_finite_to_bf16(x.a));
+    _mm256_storeu_si256((__m256i *)((uint16_t *)data + i + 16), v16_finite_to_bf16(x.b));
+    return;
+  }
+  store_as(data, i, dtype, x.a);
+  store_as(data, i + 16, dtype, x.b);
 }
 
-INLINE struct v32 v32_mul(__m512 f, struct v32 x) {
+TIER_INLINE int v32_finite(struct v32 x) {
+  const vec limit = _mm512_set1_ps(INFINITY);
+  return (_mm512_cmp_ps_mask(vec_abs(x.a), limit, _CMP_LT_OQ) & _mm512_cmp_ps_mask(vec_abs(x.b), limit, _CMP_LT_OQ)) ==
+         0xffff;
+}
+
+TIER_INLINE struct v32 v32_mul(vec f, struct v32 x) {
   return (struct v32){_mm512_mul_ps(f, x.a), _mm512_mul_ps(f, x.b)};
 }
 
-INLINE struct v32 v32_fma(__m512 f, struct v32 x, struct v32 y) {
+TIER_INLINE struct v32 v32_fma(vec f, struct v32 x, struct v32 y) {
   return (struct v32){_mm512_fmadd_ps(f, x.a, y.a), _mm512_fmadd_ps(f, x.b, y.b)};
 }
 
-INLINE struct v32 v32_fnma(__m512 f, struct v32 x, struct v32 y) {
+TIER_INLINE struct v32 v32_fnma(vec f, struct v32 x, struct v32 y) {
   return (struct v32){_mm512_fnmadd_ps(f, x.a, y.a), _mm512_fnmadd_ps(f, x.b, y.b)};
 }
 
-INLINE struct v32 v32_add(struct v32 x, struct v32 y) {
+TIER_INLINE struct v32 v32_add(struct v32 x, struct v32 y) {
   return (struct v32){_mm512_add_ps(x.a, y.a), _mm512_add_ps(x.b, y.b)};
 }
 
-struct dots {
-  struct v32 x, y;
-};
+/* The first row in the lower half. */
+typedef __m512 pair;
 
-/* Chain l: the rows j = l, l + 8, l + 16, .. of a panel. */
-INLINE struct dots sweep_chain(int l, int dim_k, float *restrict s, int update, __m512 decay, struct v32 d,
-                               const float *restrict k, int dots, const float *restrict k_next,
-                               const float *restrict q_next) {
-  struct dots sum = {v32_zero(), v32_zero()};
-  for (int block = l; block < dim_k; block += 32)
-#pragma GCC unroll 4
-    for (int j = block; j < block + 32; j += 8) {
-      struct v32 r = v32_load(s + j * GDN_PANEL);
-      if (update) {
-        r = v32_fma(_mm512_set1_ps(k[j]), d, v32_mul(decay, r));
-        v32_store(s + j * GDN_PANEL, r);
-      }
-      if (dots) {
-        sum.x = v32_fma(_mm512_set1_ps(k_next[j]), r, sum.x);
-        sum.y = v32_fma(_mm512_set1_ps(q_next[j]), r, sum.y);
-      }
-    }
-  return sum;
+TIER_INLINE pair pair_zero(void) {
+  return _mm512_setzero_ps();
 }
 
-/* As sweep of recur_avx2.c, to the same bits. One panel at a time: two would share the broadcasts, but fill a
- * first-level cache of 32 KB at dim_k 128 (Zen 4: 60 to 95 GFLOP/s for two, 114 for one). */
-INLINE struct dots sweep(int dim_k, float *restrict s, int update, __m512 decay, struct v32 d, const float *restrict k,
-                         int dots, const float *restrict k_next, const float *restrict q_next) {
-  struct dots sum = {v32_zero(), v32_zero()};
-  for (int l = 0; l < 4; l++) {
-    struct dots a = sweep_chain(l, dim_k, s, update, decay, d, k, dots, k_next, q_next);
-    const struct dots b = sweep_chain(l + 4, dim_k, s, update, decay, d, k, dots, k_next, q_next);
-    a.x = v32_add(a.x, b.x);
-    a.y = v32_add(a.y, b.y);
-    sum.x = l ? v32_add(sum.x, a.x) : a.x;
-    sum.y = l ? v32_add(sum.y, a.y) : a.y;
+TIER_INLINE pair pair_load(const void *data, int64_t a, int64_t b, int dtype) {
+  if (dtype == GDN_ROWS_F32) {
+    const __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps((const float *)data + a));
+    return _mm512_insertf32x8(low, _mm256_loadu_ps((const float *)data + b), 1);
   }
-  return sum;
+  const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)((const uint16_t *)data + a)));
+  const __m256i both = _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)((const uint16_t *)data + b)), 1);
+  return dtype == GDN_ROWS_BF16 ? v16_from_bf16(both) : _mm512_cvtph_ps(both);
 }
 
-static void recur_panel(const struct gdn_recur *a, int col) {
-  const int dim_k = a->dim_k;
-  const float *k = a->k, *q = a->q;
-  float *s = a->state + (ptrdiff_t)col * dim_k;
-  __m512 decay = _mm512_setzero_ps();
-  struct v32 d = v32_zero();
-  struct dots sum = sweep(dim_k, s, 0, decay, d, k, 1, k, q);
-  for (int t = 0;; t++) {
-    decay = _mm512_set1_ps(a->decay[t]);
-    d = v32_mul(_mm512_set1_ps(a->beta[t]), v32_fnma(decay, sum.x, v32_load(a->v + t * a->ld + col)));
-    v32_store(a->out + t * a->ld + col, v32_fma(_mm512_set1_ps(a->kq[t]), d, v32_mul(decay, sum.y)));
-    for (int i = 0; t < a->ahead.n_rows && i < a->ahead.n; i++)
-      __builtin_prefetch(a->ahead.line[i] + t * a->ahead.stride_bytes[i]);
-    if (t + 1 == a->n) break;
-    sum = sweep(dim_k, s, 1, decay, d, k, 1, k + dim_k, q + dim_k);
-    k += dim_k;
-    q += dim_k;
+TIER_INLINE void pair_store(void *data, int64_t a, int64_t b, int dtype, pair x) {
+  if (dtype == GDN_ROWS_F32) {
+    _mm256_storeu_ps((float *)data + a, _mm512_castps512_ps256(x));
+    _mm256_storeu_ps((float *)data + b, _mm512_extractf32x8_ps(x, 1));
+    return;
   }
-  sweep(dim_k, s, 1, decay, d, k, 0, k, q);
+  const __m256i both = dtype == GDN_ROWS_BF16 ? v16_to_bf16(x) : v16_to_f16(x);
+  _mm_storeu_si128((__m128i *)((uint16_t *)data + a), _mm256_castsi256_si128(both));
+  _mm_storeu_si128((__m128i *)((uint16_t *)data + b), _mm256_extracti128_si256(both, 1));
 }
 
-static void gdn_recur_avx512(const struct gdn_recur *a) {
-  assert(a->n >= 1 && a->dim_k % GDN_PANEL == 0 && a->n_cols % GDN_PANEL == 0);
-  for (int col = 0; col < a->n_cols; col += GDN_PANEL) recur_panel(a, col);
+TIER_INLINE pair pair_both(const float *p) {
+  return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
 }
 
-/* decode_step stays that of AVX2: it is bound by memory, and 256-bit vectors along K give the bits of sweep. */
+TIER_INLINE pair pair_set(float a, float b) {
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set1_ps(a)), _mm256_set1_ps(b), 1);
+}
+
+TIER_INLINE pair pair_mul(pair x, pair y) {
+  return _mm512_mul_ps(x, y);
+}
+
+TIER_INLINE pair pair_fma(pair x, pair y, pair z) {
+  return _mm512_fmadd_ps(x, y, z);
+}
+
+TIER_INLINE __m256 pair_row(pair x, int row) {
+  return row ? _mm512_extractf32x8_ps(x, 1) : _mm512_castps512_ps256(x);
+}
+
+#include "kernels/recur_f32.h"
+
 void gdn_fill_recur_avx512(struct gdn_kernels *t) {
   t->recur_cols = GDN_PANEL;
-  t->load_rows = gdn_load_rows_avx512;
-  t->norm_rows = gdn_norm_rows_avx512;
-  t->dot_rows = gdn_dot_rows_avx512;
-  t->gates = gdn_gates_avx512;
-  t->store_rows = gdn_store_rows_avx512;
-  t->state_load = gdn_state_load_avx512;
-  t->state_store = gdn_state_store_avx512;
-  t->recur = gdn_recur_avx512;
+  t->load_rows = recur_load_rows;
+  t->norm_rows = recur_norm_rows;
+  t->dot_rows = recur_dot_rows;
+  t->gates = recur_gates;
+  t->store_rows = recur_store_rows;
+  t->state_load = recur_state_load;
+  t->state_store = recur_state_store;
+  t->recur = recur_tokens;
+  t->decode_step = recur_decode_step;
 }

@@ -6,26 +6,11 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "kernels/convert.h"
 #include "kernels/kernels.h"
 
-static float from_bf16(uint16_t h) {
-  const uint32_t u = (uint32_t)h << 16;
-  float x;
-  memcpy(&x, &u, sizeof(x));
-  return x;
-}
-
-/* Nearest, ties to even; NaN becomes quiet. */
-static uint16_t to_bf16(float x) {
-  uint32_t u;
-  memcpy(&u, &x, sizeof(u));
-  if (isnan(x)) return (uint16_t)((u | 0x400000u) >> 16);
-  return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-
 static float element(const struct gdn_rows *r, int64_t i) {
-  if (r->dtype == GDN_ROWS_BF16) return from_bf16(((const uint16_t *)r->data)[i]);
-  return ((const float *)r->data)[i];
+  return gdn_load_elem(r->data, i, r->dtype);
 }
 
 static void gdn_load_rows_ref(int n, int dim, struct gdn_rows src, float *restrict dst, int64_t ld) {
@@ -55,39 +40,62 @@ static void gdn_dot_rows_ref(int n, int dim, const float *restrict a, const floa
   }
 }
 
-static void gdn_gates_ref(int n, struct gdn_rows g, struct gdn_rows beta, float *restrict decay,
-                          float *restrict beta_f32) {
-  for (int i = 0; i < n; i++) {
-    const float e = g.data ? expf(element(&g, i * g.stride_elems)) : 1.0f;
-    /* As the vector tiers: no subnormal factor, which would slow every product with it. */
-    decay[i] = e < FLT_MIN ? 0.0f : e;
-    beta_f32[i] = beta.data ? element(&beta, i * beta.stride_elems) : 1.0f;
+/* Infinities become the largest numbers; NaN stays. */
+static float to_finite(float x) {
+  return x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+}
+
+static float softplus(float x, float threshold) {
+  return x > threshold ? x : (x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x)));
+}
+
+static float raw_gate(const struct gdn_gates *a, float x, int i) {
+  const float rate = expf(element(&a->a_log, i * a->a_log.stride_elems));
+  const float bias = a->dt_bias.data ? element(&a->dt_bias, i * a->dt_bias.stride_elems) : 0.0f;
+  return 0.0f - to_finite(rate) * softplus(to_finite(to_finite(x) + to_finite(bias)), a->threshold);
+}
+
+/* As the vector tiers: subnormal factors are 0. */
+static float flush(float x) {
+  return fabsf(x) < FLT_MIN ? 0.0f : x;
+}
+
+static float gate(const struct gdn_gates *a, int i) {
+  if (!a->g.data) return a->as_log ? 0.0f : 1.0f;
+  const float x = element(&a->g, i * a->g.stride_elems);
+  if (a->g_mode == GDN_GATE_ALPHA) return a->as_log ? logf(flush(x)) : flush(x);
+  const float g = a->g_mode == GDN_GATE_RAW ? raw_gate(a, x, i) : x;
+  return a->as_log ? g : flush(expf(g));
+}
+
+static void gdn_gates_ref(const struct gdn_gates *a) {
+  for (int i = 0; i < a->n; i++) {
+    const float b = a->beta.data ? element(&a->beta, i * a->beta.stride_elems) : 1.0f;
+    a->g_out[i] = gate(a, i);
+    a->beta_out[i] = a->beta.data && a->beta_sigmoid ? 1.0f / (1.0f + expf(-b)) : b;
   }
 }
 
 static void gdn_store_rows_ref(int n, int dim, const float *restrict src, int64_t ld, struct gdn_rows_out dst) {
-  for (int i = 0; i < n; i++) {
-    const float *row = src + i * ld;
-    if (dst.dtype == GDN_ROWS_BF16) {
-      uint16_t *out = (uint16_t *)dst.data + i * dst.stride_elems;
-      for (int j = 0; j < dim; j++) out[j] = to_bf16(row[j]);
-    } else {
-      memcpy((float *)dst.data + i * dst.stride_elems, row, (size_t)dim * sizeof(*row));
-    }
-  }
+  for (int i = 0; i < n; i++)
+    for (int j = 0; j < dim; j++) gdn_store_elem(dst.data, i * dst.stride_elems + j, dst.dtype, src[i * ld + j]);
 }
 
-static void gdn_state_load_ref(int n_cols, int dim_k, const float *restrict rows, float *restrict panels) {
+static int64_t state_at(const struct gdn_state_ref *s, int col, int j) {
+  return s->k_major ? j * s->stride_elems + col : col * s->stride_elems + j;
+}
+
+static void gdn_state_load_ref(int n_cols, int dim_k, struct gdn_state_ref s, float *panels) {
   for (int c = 0; c < n_cols; c++) {
     float *panel = panels + (ptrdiff_t)(c / GDN_PANEL) * dim_k * GDN_PANEL + c % GDN_PANEL;
-    for (int j = 0; j < dim_k; j++) panel[j * GDN_PANEL] = rows[(ptrdiff_t)c * dim_k + j];
+    for (int j = 0; j < dim_k; j++) panel[j * GDN_PANEL] = gdn_load_elem(s.data, state_at(&s, c, j), s.dtype);
   }
 }
 
-static void gdn_state_store_ref(int n_cols, int dim_k, const float *restrict panels, float *restrict rows) {
+static void gdn_state_store_ref(int n_cols, int dim_k, const float *panels, struct gdn_state_ref s) {
   for (int c = 0; c < n_cols; c++) {
     const float *panel = panels + (ptrdiff_t)(c / GDN_PANEL) * dim_k * GDN_PANEL + c % GDN_PANEL;
-    for (int j = 0; j < dim_k; j++) rows[(ptrdiff_t)c * dim_k + j] = panel[j * GDN_PANEL];
+    for (int j = 0; j < dim_k; j++) gdn_store_elem(s.data, state_at(&s, c, j), s.dtype, panel[j * GDN_PANEL]);
   }
 }
 
@@ -117,20 +125,19 @@ static void gdn_recur_ref(const struct gdn_recur *a) {
 }
 
 static void gdn_decode_step_ref(const struct gdn_decode_step *a) {
-  static const float zeros[GDN_DIM_MAX];
+  const struct gdn_state_ref *in = &a->state_in, *to = &a->state_out;
   assert(a->dim_k % GDN_PANEL == 0 && a->dim_k <= GDN_DIM_MAX);
   for (int c = 0; c < a->n_cols; c++) {
-    const float *s = a->state_in ? a->state_in + (ptrdiff_t)c * a->dim_k : zeros;
-    float x = 0.0f, y = 0.0f;
+    float s[GDN_DIM_MAX] = {0}, x = 0.0f, y = 0.0f;
     for (int j = 0; j < a->dim_k; j++) {
+      if (in->data) s[j] = gdn_load_elem(in->data, state_at(in, c, j), in->dtype);
       x += s[j] * a->k[j];
       y += s[j] * a->q[j];
     }
     const float d = a->beta * (a->v[c] - a->decay * x);
     a->out[c] = a->decay * y + a->kq * d;
-    if (!a->state_out) continue;
-    float *out = a->state_out + (ptrdiff_t)c * a->dim_k;
-    for (int j = 0; j < a->dim_k; j++) out[j] = a->decay * s[j] + d * a->k[j];
+    for (int j = 0; to->data && j < a->dim_k; j++)
+      gdn_store_elem(to->data, state_at(to, c, j), to->dtype, a->decay * s[j] + d * a->k[j]);
   }
 }
 

@@ -53,6 +53,18 @@ static inline __m256i v8_round_bf16(__m256 x) {
   return _mm256_srli_epi32(_mm256_castps_si256(picked), 16);
 }
 
+/* The same in the high halves of 32-bit lanes, not for NaN; the low halves hold anything. */
+static inline __m256i v8_round_finite_bf16(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+
+static inline __m256i v8_finite_to_bf16x2(__m256 a, __m256 b) {
+  const __m256i low = _mm256_srli_epi32(v8_round_finite_bf16(a), 16), high = _mm256_srli_epi32(v8_round_finite_bf16(b), 16);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+}
+
 /* 16 floats, a before b, as bfloat16. */
 static inline __m256i v8_to_bf16x2(__m256 a, __m256 b) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(v8_round_bf16(a), v8_round_bf16(b)), 0xd8);
@@ -65,6 +77,22 @@ static inline __m128i v8_to_bf16(__m256 x) {
 
 static inline void v8_store_bf16(uint16_t *p, __m256 x) {
   _mm_storeu_si128((__m128i *)p, v8_to_bf16(x));
+}
+
+static inline __m256 v8_load_f16(const uint16_t *p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+static inline void v8_store_f16(uint16_t *p, __m256 x) {
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+/* x = m 2^e, m in sqrt(1/2) .. sqrt(2), for normal x > 0. */
+static inline void v8_split(__m256 x, __m256 *m, __m256 *e) {
+  const __m256i u = _mm256_castps_si256(x);
+  const __m256i n = _mm256_srai_epi32(_mm256_sub_epi32(u, _mm256_set1_epi32(0x3f3504f3)), 23);
+  *m = _mm256_castsi256_ps(_mm256_sub_epi32(u, _mm256_slli_epi32(n, 23)));
+  *e = _mm256_cvtepi32_ps(n);
 }
 
 /* Lanes below n, n in 0..8 or beyond. */

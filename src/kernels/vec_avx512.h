@@ -45,8 +45,36 @@ static inline __m256i v16_to_bf16(__m512 x) {
   return _mm512_cvtepi32_epi16(_mm512_srli_epi32(picked, 16));
 }
 
+/* The same, not for NaN. */
+static inline __m256i v16_finite_to_bf16(__m512 x) {
+  const __m512i u = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
 static inline void v16_store_bf16(uint16_t *p, __m512 x) {
   _mm256_storeu_si256((__m256i *)p, v16_to_bf16(x));
+}
+
+static inline __m512 v16_load_f16(const uint16_t *p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+
+static inline __m256i v16_to_f16(__m512 x) {
+  return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+static inline void v16_store_f16(uint16_t *p, __m512 x) {
+  _mm256_storeu_si256((__m256i *)p, v16_to_f16(x));
+}
+
+/* x = m 2^e, m in sqrt(1/2) .. sqrt(2), for normal x > 0. */
+static inline void v16_split(__m512 x, __m512 *m, __m512 *e) {
+  const __m512i u = _mm512_castps_si512(x);
+  const __m512i n = _mm512_srai_epi32(_mm512_sub_epi32(u, _mm512_set1_epi32(0x3f3504f3)), 23);
+  *m = _mm512_castsi512_ps(_mm512_sub_epi32(u, _mm512_slli_epi32(n, 23)));
+  *e = _mm512_cvtepi32_ps(n);
 }
 
 /* Lanes below n, n in 0..16 or beyond. */
