@@ -51,7 +51,7 @@ enum {
   GDN_E_DTYPE = -5,        /* an element type that this argument does not take */
   GDN_E_SIZE = -6,         /* a count that is negative or too large */
   GDN_E_DIM = -7,          /* dim_k or dim_v is not a multiple of 32 in 32..256 */
-  GDN_E_HEADS = -8,        /* head counts below 1, or n_heads_v not a multiple of n_heads_k */
+  GDN_E_HEADS = -8,        /* head counts below 1, or counts that do not go together */
   GDN_E_STRIDE = -9,       /* a stride that is negative or makes elements overlap */
   GDN_E_LENGTHS = -10,     /* cu_seqlens does not start at 0, decreases, or does not end at n_tokens */
   GDN_E_ROW = -11,         /* a state row outside its pool */
@@ -71,7 +71,8 @@ enum {
   GDN_F32 = 1,
   GDN_BF16 = 2,
   GDN_I32 = 3,
-  GDN_I64 = 4
+  GDN_I64 = 4,
+  GDN_F16 = 5
 };
 
 /** Instruction-set tiers, lowest first. */
@@ -79,7 +80,9 @@ enum {
   GDN_ISA_DEFAULT = 0, /* the highest that processor, system and build offer */
   GDN_ISA_REF = 1,     /* plain C */
   GDN_ISA_AVX2 = 2,    /* AVX2 and FMA */
-  GDN_ISA_AVX512 = 3   /* AVX-512 F, BW, DQ and VL */
+  GDN_ISA_AVX512 = 3,  /* AVX-512 F, BW, DQ and VL */
+  GDN_ISA_AVX512BF16 = 4, /* and AVX512_BF16: matrix products of the chunk form in bf16 */
+  GDN_ISA_AMX = 5         /* and AMX_TILE, AMX_BF16: the same on tiles */
 };
 
 /** How prefill computes; see gdn_prefill. */
@@ -91,7 +94,7 @@ enum {
 
 /** How prefill in chunk form spreads over the workers; changes no bit of any result. */
 enum {
-  GDN_SCHEDULE_DEFAULT = 0, /* windows for sequences with a lane longer than an even share of the call's work */
+  GDN_SCHEDULE_DEFAULT = 0, /* windows for sequences with a lane of more than half an even share of the work */
   GDN_SCHEDULE_LANES = 1,   /* a worker runs a sequence's q/k head from first to last chunk */
   GDN_SCHEDULE_WINDOWS = 2  /* all workers share each sequence, window by window of chunks, while the sequences' q/k
                                heads number 64, or 4 a worker, at most; the rest run as lanes */
@@ -113,7 +116,15 @@ enum {
 
 /** Flags of gdn_prefill_args and gdn_decode_args. */
 enum {
-  GDN_L2NORM_QK = 1u << 0 /* use x / sqrt(sum(x x) + eps) for every row x of q and k */
+  GDN_L2NORM_QK = 1u << 0, /* use x / sqrt(sum(x x) + eps) for every row x of q and k */
+  GDN_LINEAR_G = 1u << 1   /* g holds the decay itself, 0 or more (alpha), instead of its natural log */
+};
+
+/** How a head's state lies in memory. */
+enum {
+  GDN_LAYOUT_DEFAULT = 0, /* as GDN_LAYOUT_VK */
+  GDN_LAYOUT_VK = 1,      /* [dim_v][dim_k] */
+  GDN_LAYOUT_KV = 2       /* [dim_k][dim_v] */
 };
 
 /** The version of the library that is loaded, in the form of GDN_VERSION. Any thread. */
@@ -217,17 +228,37 @@ typedef struct gdn_tensor_out {
   int32_t reserved; /* 0 */
 } gdn_tensor_out;
 
-/** Recurrent states: data [n_rows][n_heads_v][dim_v][dim_k] float32, each row one dense block, rows apart by
- *  row_stride_elems (0 = dense; 64-bit, a pool may exceed 4 GiB). With rows, sequence i uses row rows[i]; without,
- *  row i, and n_rows is at least n_seqs. */
+/** Recurrent states: data [n_rows][n_heads][dim_v][dim_k] or [n_rows][n_heads][dim_k][dim_v], n_heads = n_heads_v (or
+ *  n_heads_q if there are more of these), each row one dense block, rows apart by row_stride_elems (0 = dense; 64-bit, a
+ *  pool may exceed 4 GiB). With rows, sequence i uses row rows[i]; without, row i, and n_rows is at least n_seqs.
+ *  Whatever the dtype, arithmetic is float32; a state is rounded once, to nearest even, when a call stores it. */
 typedef struct gdn_states {
   void *data;
   int64_t n_rows;
   int64_t row_stride_elems;
   const void *rows;   /* [n_seqs], or null */
   int32_t rows_dtype; /* GDN_I32 or GDN_I64 */
-  int32_t dtype;      /* GDN_F32 */
+  int32_t dtype;      /* GDN_F32 (default), GDN_BF16 or GDN_F16, whose largest number is 65504 */
+  int32_t layout;     /* GDN_LAYOUT_* */
+  int32_t reserved;   /* 0 */
 } gdn_states;
+
+/** Gates as a model's projections give them, in place of g and beta: for head h of token t
+ *      log decay = -exp(a_log[h]) softplus(a[t][h] + dt_bias[h]),   beta = sigmoid(b[t][h])
+ *  computed in float32; softplus(x) = x above softplus_threshold. a and b may be given one without the other, the other
+ *  gate then comes from g or beta or is absent. Each array is float32, bfloat16 or float16.
+ *  No value but NaN gives NaN: infinities of a and dt_bias, and exp(a_log) beyond the range, count as the largest float.
+ *  So a or dt_bias of -inf, and a_log of -inf, mean no decay; a_log of inf with any softplus above 0 forgets everything. */
+typedef struct gdn_raw_gates {
+  gdn_tensor a;             /* [n_tokens][n_heads], absent = g is used */
+  gdn_tensor b;             /* [n_tokens][n_heads], absent = beta is used */
+  const void *a_log;        /* [n_heads], with a */
+  const void *dt_bias;      /* [n_heads], absent = 0 */
+  int32_t a_log_dtype;      /* GDN_F32 (default), GDN_BF16 or GDN_F16 */
+  int32_t dt_bias_dtype;    /* likewise */
+  float softplus_threshold; /* 0 = 20 */
+  int32_t reserved;         /* 0 */
+} gdn_raw_gates;
 
 /* ---- prefill ---- */
 
@@ -237,7 +268,7 @@ typedef struct gdn_prefill_args {
   int32_t form;        /* GDN_FORM_* */
   int64_t n_seqs;      /* sequences packed in the batch, 0 or more */
   int64_t n_tokens;    /* tokens of all sequences together */
-  int32_t n_heads_k;   /* q and k heads, H */
+  int32_t n_heads_k;   /* k heads, H, and q heads unless n_heads_q says otherwise */
   int32_t n_heads_v;   /* value heads, Hv, a multiple of H: value head h uses q/k head h / (Hv / H) */
   int32_t dim_k;       /* K: a multiple of 32 in 32..256 */
   int32_t dim_v;       /* V: likewise, need not equal K */
@@ -246,12 +277,12 @@ typedef struct gdn_prefill_args {
   const void *cu_seqlens;    /* [n_seqs + 1]: sequence i holds tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 */
   int32_t cu_seqlens_dtype;  /* GDN_I32 or GDN_I64 */
   int32_t schedule;          /* GDN_SCHEDULE_*, for measuring; the recurrent form has one schedule only */
-  gdn_tensor q;        /* [n_tokens][n_heads_k][dim_k] bf16 */
-  gdn_tensor k;        /* [n_tokens][n_heads_k][dim_k] bf16 */
-  gdn_tensor v;        /* [n_tokens][n_heads_v][dim_v] bf16 */
+  gdn_tensor q;        /* [n_tokens][n_heads_k][dim_k] bf16, f16 or f32 */
+  gdn_tensor k;        /* [n_tokens][n_heads_k][dim_k] bf16, f16 or f32 */
+  gdn_tensor v;        /* [n_tokens][n_heads_v][dim_v] bf16, f16 or f32 */
   gdn_tensor g;        /* [n_tokens][n_heads_v] f32, natural log of the decay; absent (data null) = 0 */
-  gdn_tensor beta;     /* [n_tokens][n_heads_v] f32 or bf16; absent = 1 */
-  gdn_tensor_out out;  /* [n_tokens][n_heads_v][dim_v] bf16 */
+  gdn_tensor beta;     /* [n_tokens][n_heads_v] f32, bf16 or f16; absent = 1 */
+  gdn_tensor_out out;  /* [n_tokens][n_heads_v][dim_v] bf16, f16 or f32 */
   gdn_states initial_state; /* read; absent (data null) or row -1 = zero state, whose row is not read */
   gdn_states final_state;   /* written; absent or row -1 = not stored */
   const void *prefix_lens;  /* [n_seqs] tokens that each sequence has processed before this call; absent = 0 */
@@ -262,10 +293,16 @@ typedef struct gdn_prefill_args {
   const void *checkpoint_cu_starts;   /* [n_seqs + 1] from 0: sequence i has (prefix + len) / N - prefix / N of them */
   gdn_states checkpoints;   /* written: the j-th of sequence i to rows[checkpoint_cu_starts[i] + j], or to that row
                                without rows; row -1 skips it */
+  int32_t n_heads_q;        /* q heads, 0 = n_heads_k. More than n_heads_k: a multiple of it, and n_heads_k = n_heads_v;
+                               then every q head has its own state, gates and output (g, beta, out and states have
+                               n_heads_q heads) and q head h uses k and v head h / (n_heads_q / n_heads_k) */
+  int32_t reserved_2;       /* 0 */
+  gdn_raw_gates raw_gates;  /* instead of g, beta or both */
 } gdn_prefill_args;
 
 /** Runs the rule over a packed batch of sequences of any lengths, from initial to final states.
  *  Shapes, types and defaults stand at the fields above.
+ *  q, k, v, out and each pool may have a type of their own.
  *  g is at most 0 for a decaying state; -inf forgets everything before the token. Positive g is computed as
  *  written (the state grows). NaN in a sequence's inputs reaches that sequence's outputs only.
  *  Length 0: the sequence writes nothing, also no final state.
@@ -291,30 +328,62 @@ GDN_API gdn_status gdn_prefill_form(gdn_ctx *ctx, const gdn_prefill_args *args, 
 
 /* ---- decode ---- */
 
+#define GDN_DECODE_TOKENS_MAX 32
+
 typedef struct gdn_decode_args {
   size_t struct_size;
-  uint32_t flags;      /* GDN_L2NORM_QK or 0 */
-  int32_t reserved;    /* 0 */
-  int64_t n_seqs;      /* sequences, one token each, 0 or more */
+  uint32_t flags;      /* GDN_L2NORM_QK, GDN_LINEAR_G */
+  int32_t n_tokens;    /* T, tokens of each sequence: 0 = 1, at most GDN_DECODE_TOKENS_MAX. Token t of sequence i is token
+                          i T + t of the arrays */
+  int64_t n_seqs;      /* sequences, 0 or more */
   int32_t n_heads_k;   /* as in gdn_prefill_args */
   int32_t n_heads_v;
   int32_t dim_k;
   int32_t dim_v;
   float scale;
   float eps;
-  gdn_tensor q;        /* [n_seqs][n_heads_k][dim_k] bf16 */
-  gdn_tensor k;        /* [n_seqs][n_heads_k][dim_k] bf16 */
-  gdn_tensor v;        /* [n_seqs][n_heads_v][dim_v] bf16 */
-  gdn_tensor g;        /* [n_seqs][n_heads_v] f32, natural log; absent = 0 */
-  gdn_tensor beta;     /* [n_seqs][n_heads_v] f32 or bf16; absent = 1 */
-  gdn_tensor_out out;  /* [n_seqs][n_heads_v][dim_v] bf16 */
+  gdn_tensor q;        /* [n_seqs T][n_heads_k][dim_k] bf16, f16 or f32; may be absent if out is */
+  gdn_tensor k;        /* [n_seqs T][n_heads_k][dim_k] bf16, f16 or f32 */
+  gdn_tensor v;        /* [n_seqs T][n_heads_v][dim_v] bf16, f16 or f32 */
+  gdn_tensor g;        /* [n_seqs T][n_heads_v] f32, natural log; absent = 0 */
+  gdn_tensor beta;     /* [n_seqs T][n_heads_v] f32, bf16 or f16; absent = 1 */
+  gdn_tensor_out out;  /* [n_seqs T][n_heads_v][dim_v] bf16, f16 or f32; absent = only states are wanted */
   gdn_states initial_state; /* read; absent or row -1 = zero state */
   gdn_states final_state;   /* written; absent or row -1 = not stored; may be the same pool, also in place */
+  const void *token_counts; /* [n_seqs] the first n of a sequence's T tokens count, 0 <= n <= T; absent = T. A sequence of 0
+                               reads and writes nothing */
+  int32_t token_counts_dtype; /* GDN_I32 or GDN_I64 */
+  int32_t n_heads_q;          /* as in gdn_prefill_args */
+  gdn_states token_states;    /* written: the state after token t of sequence i to rows[i T + t], or to row i T + t without
+                                 rows; row -1 skips it; absent = none */
+  gdn_raw_gates raw_gates;    /* as in gdn_prefill_args */
 } gdn_decode_args;
 
-/** One token for each of n_seqs sequences: reads every state row once and writes it once.
- *  Everything else as for gdn_prefill, whose recurrent form gives the same bits. */
+/** T tokens, mostly one, for each of n_seqs sequences: reads every state row once and writes it once.
+ *  Everything else as for gdn_prefill, whose recurrent form gives the same bits.
+ *  Speculative decoding: verify T drafted tokens without final_state, which leaves the states as they are; then commit
+ *  the n accepted ones by the same call with token_counts n, final_state, and no out (the same arrays otherwise). Or let
+ *  verify store the state after each token in rows of token_states, and take the accepted one's row from then on.
+ *  token_states follows the rules of checkpoints: its rows and those of final_state are all different, but for the
+ *  state after a sequence's last token, whose row may be that of the final state. */
 GDN_API gdn_status gdn_decode(gdn_ctx *ctx, const gdn_decode_args *args);
+
+/* ---- gates ---- */
+
+typedef struct gdn_gating_args {
+  size_t struct_size;
+  int64_t n_tokens;
+  int32_t n_heads;
+  int32_t reserved;        /* 0 */
+  gdn_raw_gates raw_gates; /* a, b or both */
+  gdn_tensor_out g;        /* [n_tokens][n_heads] f32, natural log of the decay; with a */
+  gdn_tensor_out beta;     /* [n_tokens][n_heads] f32; with b */
+} gdn_gating_args;
+
+/** Makes log decay and beta from raw gates, for engines that want them as arrays; see gdn_raw_gates. The values are those
+ *  that gdn_prefill and gdn_decode compute from raw_gates, so that both ways give the same bits.
+ *  Errors: GDN_E_NULL, _STRUCT_SIZE, _SIZE, _HEADS, _DTYPE, _STRIDE, _ALIAS, _VALUE, _FORK. */
+GDN_API gdn_status gdn_gating(gdn_ctx *ctx, const gdn_gating_args *args);
 
 /* ---- paged states ----
  * The caller owns a pool of state rows and gives every sequence a list of pages, as for a paged key/value cache. Page j
@@ -392,7 +461,8 @@ typedef struct gdn_paged_args {
  *  Errors: those of gdn_prefill and gdn_paged_slots; GDN_E_OPTION if args or paged hold what they must not. */
 GDN_API gdn_status gdn_prefill_paged(gdn_ctx *ctx, const gdn_prefill_args *args, const gdn_paged_args *paged);
 
-/** gdn_decode on a paged pool, likewise. */
+/** gdn_decode on a paged pool, likewise, of one token per sequence: without n_tokens above 1, token_counts and
+ *  token_states. For several tokens take the rows of ready slots to gdn_decode. */
 GDN_API gdn_status gdn_decode_paged(gdn_ctx *ctx, const gdn_decode_args *args, const gdn_paged_args *paged);
 
 /* ---- for hosts that load the library at run time ---- */
@@ -423,6 +493,7 @@ typedef struct gdn_interface {
   gdn_status (*paged_slots)(const gdn_page_table *table, void *memory, size_t memory_bytes, gdn_slots *slots);
   gdn_status (*prefill_paged)(gdn_ctx *ctx, const gdn_prefill_args *args, const gdn_paged_args *paged);
   gdn_status (*decode_paged)(gdn_ctx *ctx, const gdn_decode_args *args, const gdn_paged_args *paged);
+  gdn_status (*gating)(gdn_ctx *ctx, const gdn_gating_args *args);
 } gdn_interface;
 
 /** The table for an interface version, GDN_INTERFACE_VERSION of the header that the host was compiled with; static

@@ -163,6 +163,17 @@ GDN_API gdn_status gdn_decode(gdn_ctx *ctx, const gdn_decode_args *args) {
   return ctx_leave(ctx, status ? status : gdn_run_decode(ctx, &batch));
 }
 
+GDN_API gdn_status gdn_gating(gdn_ctx *ctx, const gdn_gating_args *args) {
+  struct gdn_gating gating;
+  gdn_status status = ctx_enter(ctx);
+  if (status)
+    return status;
+  status = gdn_check_gating(args, &gating);
+  if (!status)
+    gdn_run_gating(ctx, &gating);
+  return ctx_leave(ctx, status);
+}
+
 /* ---- paged states ---- */
 
 GDN_API gdn_status gdn_paged_slots_bytes(const gdn_page_table *table, size_t *bytes) {
@@ -246,7 +257,8 @@ GDN_API const gdn_interface *gdn_get_interface(uint32_t interface_version) {
                                       .paged_slots_bytes = gdn_paged_slots_bytes,
                                       .paged_slots = gdn_paged_slots,
                                       .prefill_paged = gdn_prefill_paged,
-                                      .decode_paged = gdn_decode_paged};
+                                      .decode_paged = gdn_decode_paged,
+                                      .gating = gdn_gating};
   if (interface_version == GDN_INTERFACE_VERSION)
     return &table;
   gdn_fail(GDN_E_OPTION, "interface_version = %u: this is libgdn %s, which has interface version %d only",

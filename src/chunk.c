@@ -96,8 +96,20 @@ static void make_qk(const struct gdn_prefill_job *job, struct gdn_chunk *k, int 
 
 static void make_head(const struct gdn_prefill_job *job, struct gdn_chunk *k, int head_v, int64_t token) {
   const struct gdn_kernels *kernels = &job->ctx->kernels;
-  k->g_rows = gdn_array_rows(&job->batch->g, token, head_v);
-  k->beta_rows = gdn_array_rows(&job->batch->beta, token, head_v);
+  const struct gdn_batch *b = job->batch;
+  _Alignas(GDN_ALIGN_BYTES) float g[GDN_CHUNK], beta[GDN_CHUNK];
+  struct gdn_gates gates = gdn_batch_gates(b, token, head_v, k->n);
+  k->g_rows = gates.g;
+  k->beta_rows = gates.beta;
+  /* chunk_gates knows log gates, and beta in the types that its callers had first. */
+  if (b->g_mode != GDN_GATE_LOG || b->beta_sigmoid || b->beta.dtype == GDN_F16) {
+    gates.as_log = 1;
+    gates.g_out = g;
+    gates.beta_out = beta;
+    kernels->gates(&gates);
+    k->g_rows = (struct gdn_rows){g, 1, GDN_ROWS_F32};
+    k->beta_rows = (struct gdn_rows){beta, 1, GDN_ROWS_F32};
+  }
   kernels->chunk_gates(k);
   kernels->chunk_mask(k);
   kernels->chunk_solve(k);
@@ -144,18 +156,31 @@ static void carry_state(const struct gdn_prefill_job *job, const struct worker_s
     kernels->chunk_state(k, c->col, c->n_cols);
 }
 
-/* Residual to state of columns c; k points to what make_qk and make_head made, and to the state. */
+/* Whether the chunk that begins at token starts from a zero state of which nothing is in memory. */
+static int starts_from_nothing(const struct gdn_prefill_job *job, int64_t seq, int64_t token) {
+  const struct gdn_batch *b = job->batch;
+  return job->ctx->kernels.knows_zero && token == gdn_batch_start(b, seq) && gdn_pool_row(&b->initial, seq) < 0 &&
+         gdn_chunk_end(b, seq, token) - token >= job->ctx->kernels.chunk_min;
+}
+
+/* Residual to state of columns c, as many at a time as the tier's passing buffers stay in its cache for; k points to what
+ * make_qk and make_head made, and to the state. */
 static void scan_columns(const struct gdn_prefill_job *job, const struct worker_scratch *w, struct gdn_chunk *k,
                          int64_t seq, const struct gdn_columns *c, int64_t token) {
   const struct gdn_batch *b = job->batch;
   const struct gdn_kernels *kernels = &job->ctx->kernels;
   struct due d = checkpoints_due(b, seq, token, token + k->n);
+  k->zero_state = starts_from_nothing(job, seq, token);
   k->v_rows = gdn_array_rows(&b->v, token, c->head);
   k->out_rows = gdn_array_rows_out(&b->out, token, c->head);
-  kernels->chunk_residual(k, c->col, c->n_cols);
-  kernels->chunk_delta(k, c->col, c->n_cols);
-  kernels->chunk_out(k, c->col, c->n_cols);
-  carry_state(job, w, k, seq, c, &d);
+  const int stop = c->col + c->n_cols;
+  for (struct gdn_columns part = *c; part.col < stop; part.col += part.n_cols) {
+    part.n_cols = stop - part.col < kernels->scan_cols ? stop - part.col : kernels->scan_cols;
+    kernels->chunk_residual(k, part.col, part.n_cols);
+    kernels->chunk_delta(k, part.col, part.n_cols);
+    kernels->chunk_out(k, part.col, part.n_cols);
+    carry_state(job, w, k, seq, &part, &d);
+  }
 }
 
 static void begin_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k) {
@@ -235,9 +260,11 @@ void gdn_chunk_task(const struct gdn_prefill_job *job, const struct gdn_task *t,
   struct worker_scratch w;
   struct lane l = {.task = *t, .first_head = (t->unit - lead_units(b, t)) / (b->dim_v / GDN_PANEL)};
   carve_lane(&carver, job, &w, &l);
-  gdn_states_load(job, t, lane_states(b, &l));
-  begin_states(job, &l, &w.chunk);
   int64_t token = gdn_batch_start(b, t->seq), stop = token + gdn_batch_len(b, t->seq);
+  if (!starts_from_nothing(job, t->seq, token)) {
+    gdn_states_load(job, t, lane_states(b, &l));
+    begin_states(job, &l, &w.chunk);
+  }
   while (token < stop) {
     int64_t end = gdn_chunk_end(b, t->seq, token);
     run_lane_chunk(job, &w, &l, token, end);
@@ -406,7 +433,7 @@ static void scan_window(const struct gdn_prefill_job *job, struct worker_scratch
   const int first = n_units * part / w->parts, end_unit = n_units * (part + 1) / w->parts;
   struct lane l = {{shared->seq, shared->head, first, end_unit - first}, 0, shared->state, shared->state_op};
   const int64_t n_chunks = gdn_seq_chunks(b, shared->seq);
-  if (!window) {
+  if (!window && !starts_from_nothing(job, shared->seq, gdn_batch_start(b, shared->seq))) {
     gdn_states_load(job, &l.task, lane_states(b, &l));
     begin_states(job, &l, &s->chunk);
   }

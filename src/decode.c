@@ -1,30 +1,46 @@
 /* SPDX-License-Identifier: Apache-2.0
- * One token per sequence, straight on state rows in caller memory: each row is read once and written once. */
-#include "engine.h"
+ * Decode. One token per sequence runs straight on state rows in caller memory: each row is read once and written once.
+ * Several tokens run on panels of 32 columns, so that each row is still read once, and written once where asked for. */
+#include "prefill.h"
+
+#include <string.h>
+
+/* q and k of n tokens and one q head; zero q where nobody wants out. */
+static void make_qk(const struct gdn_kernels *kernels, const struct gdn_batch *b, int64_t token, int head, int n,
+                    float *q, float *k, float *kq) {
+  kernels->norm_rows(n, b->dim_k, gdn_array_rows(&b->k, token, head), b->l2norm, b->eps, 1.0f, k);
+  if (b->q.data)
+    kernels->norm_rows(n, b->dim_k, gdn_array_rows(&b->q, token, head), b->l2norm, b->eps, b->scale, q);
+  else
+    memset(q, 0, sizeof *q * (size_t)n * (size_t)b->dim_k);
+  kernels->dot_rows(n, b->dim_k, k, q, kq);
+}
 
 void gdn_token_step(const struct gdn_kernels *kernels, const struct gdn_batch *b, struct gdn_token *t, int64_t seq,
                     int64_t token, int head_v, int col, int n_cols) {
   int head = head_v / (b->n_heads_v / b->n_heads_k);
   if (t->token != token || t->head != head) {
-    kernels->norm_rows(1, b->dim_k, gdn_array_rows(&b->q, token, head), b->l2norm, b->eps, b->scale, t->q);
-    kernels->norm_rows(1, b->dim_k, gdn_array_rows(&b->k, token, head), b->l2norm, b->eps, 1.0f, t->k);
-    kernels->dot_rows(1, b->dim_k, t->k, t->q, &t->kq);
+    make_qk(kernels, b, token, head, 1, t->q, t->k, &t->kq);
     t->token = token;
     t->head = head;
   }
-  struct gdn_rows v = gdn_array_rows(&b->v, token, head_v);
-  struct gdn_rows_out out = gdn_array_rows_out(&b->out, token, head_v);
-  v.data = (const char *)v.data + (size_t)col * (size_t)gdn_dtype_bytes(v.dtype);
-  out.data = (char *)out.data + (size_t)col * (size_t)gdn_dtype_bytes(out.dtype);
-  kernels->load_rows(1, n_cols, v, t->v, n_cols);
+  kernels->load_rows(1, n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head_v), col), t->v, n_cols);
   struct gdn_decode_step step = {.dim_k = b->dim_k, .n_cols = n_cols, .q = t->q, .k = t->k, .kq = t->kq, .v = t->v,
                                  .out = t->v};
-  kernels->gates(1, gdn_array_rows(&b->g, token, head_v), gdn_array_rows(&b->beta, token, head_v), &step.decay,
-                 &step.beta);
+  struct gdn_gates gates = gdn_batch_gates(b, token, head_v, 1);
+  gates.g_out = &step.decay;
+  gates.beta_out = &step.beta;
+  kernels->gates(&gates);
   step.state_in = gdn_pool_state(&b->initial, b, gdn_pool_row(&b->initial, seq), head_v, col);
   step.state_out = gdn_pool_state(&b->final, b, gdn_pool_row(&b->final, seq), head_v, col);
   kernels->decode_step(&step);
-  kernels->store_rows(1, n_cols, t->v, n_cols, out);
+  if (b->out.data)
+    kernels->store_rows(1, n_cols, t->v, n_cols, gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head_v), col));
+}
+
+int gdn_token_step_fits(const struct gdn_batch *b) {
+  const struct gdn_pool *in = &b->initial, *out = &b->final;
+  return !in->data || !out->data || (in->dtype == out->dtype && in->k_major == out->k_major);
 }
 
 /* Items are slices of n_cols columns, numbered by sequence, value head, slice. Every worker starts on an equal share of
@@ -33,28 +49,140 @@ struct decode_job {
   struct gdn_ctx *ctx;
   const struct gdn_batch *batch;
   int n_cols;
+  int one_token; /* gdn_token_step does everything */
 };
 
-static void decode_item(const struct decode_job *job, struct gdn_token *t, int64_t item) {
+/* ---- several tokens ---- */
+
+/* What a worker has made for a sequence; kept while consecutive items share it. */
+struct decode_scratch {
+  float *q, *k;             /* [T][dim_k] */
+  float *kq, *decay, *beta; /* [T] */
+  float *v;                 /* [T][32], then the output */
+  float *panel;             /* [dim_k][32] */
+  int64_t seq;
+  int head_k, head_v; /* -1 = nothing made yet */
+};
+
+static size_t carve_scratch(const struct gdn_batch *b, char *memory, struct decode_scratch *s) {
+  struct gdn_carver c = {memory, 0};
+  const int64_t n = b->tokens_per_seq;
+  s->q = gdn_carve_floats(&c, n * b->dim_k);
+  s->k = gdn_carve_floats(&c, n * b->dim_k);
+  s->kq = gdn_carve_floats(&c, n);
+  s->decay = gdn_carve_floats(&c, n);
+  s->beta = gdn_carve_floats(&c, n);
+  s->v = gdn_carve_floats(&c, n * GDN_PANEL);
+  s->panel = gdn_carve_floats(&c, (int64_t)b->dim_k * GDN_PANEL);
+  s->seq = s->head_k = s->head_v = -1;
+  return c.bytes;
+}
+
+static void make_tokens(const struct decode_job *job, struct decode_scratch *s, int64_t seq, int head_v) {
   const struct gdn_batch *b = job->batch;
-  int n_slices = b->dim_v / job->n_cols;
-  int64_t lane = item / n_slices;
-  int64_t seq = lane / b->n_heads_v;
-  gdn_token_step(&job->ctx->kernels, b, t, seq, seq, (int)(lane % b->n_heads_v), (int)(item % n_slices) * job->n_cols,
-                 job->n_cols);
+  const int64_t token = gdn_batch_start(b, seq);
+  const int n = (int)gdn_batch_len(b, seq), head_k = head_v / (b->n_heads_v / b->n_heads_k);
+  if (s->seq != seq || s->head_k != head_k)
+    make_qk(&job->ctx->kernels, b, token, head_k, n, s->q, s->k, s->kq);
+  if (s->seq != seq || s->head_v != head_v) {
+    struct gdn_gates gates = gdn_batch_gates(b, token, head_v, n);
+    gates.g_out = s->decay;
+    gates.beta_out = s->beta;
+    job->ctx->kernels.gates(&gates);
+  }
+  s->seq = seq;
+  s->head_k = head_k;
+  s->head_v = head_v;
+}
+
+/* Memory to fetch while a panel is computed: as many bytes as a panel's, of what is read after it. Panels of a [K, V]
+ * state are interleaved; there it is the panel's share of the next head. */
+static const char *read_next(const struct gdn_batch *b, int64_t seq, int head_v, int col) {
+  const struct gdn_pool *in = &b->initial;
+  int64_t row = gdn_pool_row(in, seq);
+  const int64_t head_bytes = (int64_t)b->dim_v * b->dim_k * gdn_dtype_bytes(in->dtype);
+  int64_t at = (int64_t)col * b->dim_k * gdn_dtype_bytes(in->dtype);
+  at += in->k_major ? head_bytes : head_bytes / (b->dim_v / GDN_PANEL);
+  if (at >= head_bytes) {
+    at -= head_bytes;
+    head_v++;
+  }
+  if (head_v == b->n_heads_v) {
+    row = seq + 1 < b->n_seqs ? gdn_pool_row(in, seq + 1) : -1;
+    head_v = 0;
+  }
+  const char *head = gdn_pool_state(in, b, row, head_v, 0).data;
+  return head ? head + at : NULL;
+}
+
+/* One panel through all tokens of its sequence. */
+static void decode_panel(const struct decode_job *job, const struct decode_scratch *s, int head_v, int col) {
+  const struct gdn_batch *b = job->batch;
+  const struct gdn_kernels *kernels = &job->ctx->kernels;
+  const int64_t seq = s->seq, token = gdn_batch_start(b, seq), n = gdn_batch_len(b, seq);
+  const struct gdn_state_ref in = gdn_pool_state(&b->initial, b, gdn_pool_row(&b->initial, seq), head_v, col);
+  const struct gdn_state_ref out = gdn_pool_state(&b->final, b, gdn_pool_row(&b->final, seq), head_v, col);
+  const char *next = read_next(b, seq, head_v, col);
+  int64_t next_bytes = (int64_t)GDN_PANEL * b->dim_k * gdn_dtype_bytes(b->initial.dtype);
+  kernels->load_rows((int)n, GDN_PANEL, gdn_rows_from(gdn_array_rows(&b->v, token, head_v), col), s->v, GDN_PANEL);
+  if (in.data)
+    kernels->state_load(GDN_PANEL, b->dim_k, in, s->panel);
+  else
+    memset(s->panel, 0, sizeof *s->panel * GDN_PANEL * (size_t)b->dim_k);
+  for (int64_t t = 0, end; t < n; t = end) {
+    int64_t row = -1;
+    for (end = t; end < n && row < 0; end++)
+      row = gdn_pool_row(&b->checkpoints, token + end);
+    struct gdn_recur r = {.n = (int)(end - t), .dim_k = b->dim_k, .n_cols = GDN_PANEL, .q = s->q + t * b->dim_k,
+                          .k = s->k + t * b->dim_k, .kq = s->kq + t, .decay = s->decay + t, .beta = s->beta + t,
+                          .v = s->v + t * GDN_PANEL, .out = s->v + t * GDN_PANEL, .ld = GDN_PANEL, .state = s->panel,
+                          .no_state = end == n && row < 0 && !out.data, .next = next_bytes > 0 ? next : NULL, .next_bytes = next_bytes};
+    kernels->recur(&r);
+    if (r.next)
+      next += r.n * (int64_t)b->dim_k * GDN_LINE_BYTES;
+    next_bytes -= r.n * (int64_t)b->dim_k * GDN_LINE_BYTES;
+    if (row >= 0)
+      kernels->state_store(GDN_PANEL, b->dim_k, s->panel, gdn_pool_state(&b->checkpoints, b, row, head_v, col));
+  }
+  if (b->out.data)
+    kernels->store_rows((int)n, GDN_PANEL, s->v, GDN_PANEL,
+                        gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head_v), col));
+  if (out.data)
+    kernels->state_store(GDN_PANEL, b->dim_k, s->panel, out);
+}
+
+/* ---- both ---- */
+
+static void decode_item(const struct decode_job *job, struct gdn_token *t, struct decode_scratch *s, int64_t item) {
+  const struct gdn_batch *b = job->batch;
+  const int n_slices = b->dim_v / job->n_cols, first = (int)(item % n_slices) * job->n_cols;
+  const int64_t lane = item / n_slices, seq = lane / b->n_heads_v;
+  const int head_v = (int)(lane % b->n_heads_v);
+  if (!gdn_batch_len(b, seq))
+    return;
+  if (job->one_token) {
+    gdn_token_step(&job->ctx->kernels, b, t, seq, seq, head_v, first, job->n_cols);
+    return;
+  }
+  make_tokens(job, s, seq, head_v);
+  for (int col = first; col < first + job->n_cols; col += GDN_PANEL)
+    decode_panel(job, s, head_v, col);
 }
 
 static void decode_worker(void *arg, int worker, int n_workers) {
   const struct decode_job *job = arg;
   struct gdn_token t;
+  struct decode_scratch s;
   t.token = -1;
+  if (!job->one_token)
+    carve_scratch(job->batch, job->ctx->scratch[worker].block, &s);
   for (int i = 0; i < n_workers; i++) {
     struct gdn_share *share = &job->ctx->shares[(worker + i) % n_workers];
     for (;;) {
       int64_t item = atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed);
       if (item >= share->end)
         break;
-      decode_item(job, &t, item);
+      decode_item(job, &t, &s, item);
     }
   }
 }
@@ -69,10 +197,15 @@ static int slice_cols(const struct gdn_batch *b, int n_workers) {
 }
 
 gdn_status gdn_run_decode(gdn_ctx *ctx, const struct gdn_batch *batch) {
-  struct decode_job job = {ctx, batch, slice_cols(batch, ctx->n_threads)};
+  struct decode_job job = {ctx, batch, slice_cols(batch, ctx->n_threads),
+                           batch->tokens_per_seq == 1 && !batch->checkpoint_every && gdn_token_step_fits(batch)};
   int64_t n_items = batch->n_seqs * batch->n_heads_v * (batch->dim_v / job.n_cols);
+  struct decode_scratch s;
   if (!n_items)
     return GDN_OK;
+  gdn_status status = job.one_token ? GDN_OK : gdn_context_reserve(ctx, carve_scratch(batch, NULL, &s));
+  if (status)
+    return status;
   for (int w = 0; w < ctx->n_threads; w++) {
     atomic_store_explicit(&ctx->shares[w].next, n_items * w / ctx->n_threads, memory_order_relaxed);
     ctx->shares[w].end = n_items * (w + 1) / ctx->n_threads;

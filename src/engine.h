@@ -25,36 +25,47 @@ gdn_status gdn_fail(gdn_status status, const char *format, ...) __attribute__((f
 struct gdn_array {
   char *data; /* null = absent */
   int64_t token_stride_elems, head_stride_elems;
-  int32_t dtype; /* GDN_F32 or GDN_BF16 */
+  int32_t dtype; /* GDN_F32, GDN_BF16 or GDN_F16 */
+  int share;     /* heads of the batch that use one head of the array: 1 but for k and v of more q heads than v heads */
 };
 
 struct gdn_pool {
   char *data; /* null = absent */
   int64_t n_rows, row_stride_elems;
   struct gdn_ints rows; /* absent = row i for sequence (or checkpoint) i */
+  int32_t dtype;        /* GDN_F32, GDN_BF16 or GDN_F16 */
+  int32_t k_major;      /* 1: GDN_LAYOUT_KV */
 };
 
 struct gdn_batch {
   int64_t n_seqs, n_tokens;
-  struct gdn_ints cu_seqlens; /* absent = one token each (decode) */
-  int n_heads_k, n_heads_v, dim_k, dim_v;
+  struct gdn_ints cu_seqlens;   /* absent = decode: */
+  int64_t tokens_per_seq;       /* T: sequence i starts at token i T */
+  struct gdn_ints token_counts; /* and has this many, absent = T */
+  int n_heads_k, n_heads_v;     /* heads of q, and of g, beta, out, states; see also struct gdn_array */
+  int dim_k, dim_v;
   int l2norm, form, schedule;
   float scale, eps;
   struct gdn_array q, k, v, g, beta, out;
+  int g_mode, beta_sigmoid;        /* what g and beta hold, as in struct gdn_gates */
+  struct gdn_rows a_log, dt_bias;  /* of all heads */
+  float softplus_threshold;
   struct gdn_pool initial, final;
   struct gdn_ints prefix_lens;           /* absent = 0 */
-  int64_t checkpoint_every;              /* 0 = no checkpoints */
-  struct gdn_ints checkpoint_cu_starts;  /* [n_seqs + 1] */
-  struct gdn_pool checkpoints;           /* row index: checkpoint_cu_starts[seq] + j */
+  int64_t checkpoint_every;              /* 0 = no checkpoints; 1 in decode: token_states */
+  struct gdn_ints checkpoint_cu_starts;  /* [n_seqs + 1]; absent in decode */
+  struct gdn_pool checkpoints;           /* row index: checkpoint_cu_starts[seq] + j, in decode i T + j */
   const char *pool_name;                 /* what error texts call all three pools; null = each by its field's name */
 };
 
 static inline int64_t gdn_batch_start(const struct gdn_batch *b, int64_t seq) {
-  return b->cu_seqlens.data ? gdn_int(&b->cu_seqlens, seq) : seq;
+  return b->cu_seqlens.data ? gdn_int(&b->cu_seqlens, seq) : seq * b->tokens_per_seq;
 }
 
 static inline int64_t gdn_batch_len(const struct gdn_batch *b, int64_t seq) {
-  return b->cu_seqlens.data ? gdn_int(&b->cu_seqlens, seq + 1) - gdn_int(&b->cu_seqlens, seq) : 1;
+  if (b->cu_seqlens.data)
+    return gdn_int(&b->cu_seqlens, seq + 1) - gdn_int(&b->cu_seqlens, seq);
+  return b->token_counts.data ? gdn_int(&b->token_counts, seq) : b->tokens_per_seq;
 }
 
 static inline int64_t gdn_batch_prefix(const struct gdn_batch *b, int64_t seq) {
@@ -67,30 +78,45 @@ static inline int64_t gdn_pool_row(const struct gdn_pool *p, int64_t i) {
 }
 
 static inline int gdn_dtype_bytes(int32_t dtype) {
-  return dtype == GDN_BF16 ? 2 : 4;
+  return dtype == GDN_F32 ? 4 : 2;
 }
 
 /* The rows of one head from token on. */
 static inline struct gdn_rows gdn_array_rows(const struct gdn_array *a, int64_t token, int head) {
   struct gdn_rows r = {a->data, a->token_stride_elems, a->dtype};
   if (a->data)
-    r.data = a->data + (token * a->token_stride_elems + head * a->head_stride_elems) * gdn_dtype_bytes(a->dtype);
+    r.data = a->data + (token * a->token_stride_elems + head / a->share * a->head_stride_elems) *
+                           gdn_dtype_bytes(a->dtype);
   return r;
 }
 
 static inline struct gdn_rows_out gdn_array_rows_out(const struct gdn_array *a, int64_t token, int head) {
-  struct gdn_rows_out r = {a->data + (token * a->token_stride_elems + head * a->head_stride_elems) *
-                                         gdn_dtype_bytes(a->dtype),
-                           a->token_stride_elems, a->dtype};
+  struct gdn_rows_out r = {a->data, a->token_stride_elems, a->dtype};
+  if (a->data)
+    r.data = a->data + (token * a->token_stride_elems + head * a->head_stride_elems) * gdn_dtype_bytes(a->dtype);
   return r;
 }
 
-/* The state of one value head from column col of V on, [..][dim_k]; null for row -1. */
-static inline float *gdn_pool_state(const struct gdn_pool *p, const struct gdn_batch *b, int64_t row, int head,
-                                    int col) {
-  if (row < 0)
-    return NULL;
-  return (float *)p->data + row * p->row_stride_elems + ((int64_t)head * b->dim_v + col) * b->dim_k;
+/* The gates of n tokens of one value head from token on; where they go is left open. */
+static inline struct gdn_gates gdn_batch_gates(const struct gdn_batch *b, int64_t token, int head, int n) {
+  struct gdn_gates a = {.n = n, .g_mode = b->g_mode, .beta_sigmoid = b->beta_sigmoid,
+                        .threshold = b->softplus_threshold, .g = gdn_array_rows(&b->g, token, head),
+                        .beta = gdn_array_rows(&b->beta, token, head), .a_log = b->a_log, .dt_bias = b->dt_bias};
+  if (a.a_log.data)
+    a.a_log.data = (const char *)a.a_log.data + head * gdn_dtype_bytes(a.a_log.dtype);
+  if (a.dt_bias.data)
+    a.dt_bias.data = (const char *)a.dt_bias.data + head * gdn_dtype_bytes(a.dt_bias.dtype);
+  return a;
+}
+
+/* The state of one value head from column col of V on; null for row -1. */
+static inline struct gdn_state_ref gdn_pool_state(const struct gdn_pool *p, const struct gdn_batch *b, int64_t row,
+                                                  int head, int col) {
+  struct gdn_state_ref s = {.stride_elems = p->k_major ? b->dim_v : b->dim_k, .dtype = p->dtype, .k_major = p->k_major};
+  int64_t at = row * p->row_stride_elems + (int64_t)head * b->dim_v * b->dim_k + (int64_t)col * (p->k_major ? 1 : b->dim_k);
+  if (row >= 0)
+    s.data = p->data + at * gdn_dtype_bytes(p->dtype);
+  return s;
 }
 
 /* ---- validate.c: no allocation but the row set, no writes to anything of the caller ---- */
@@ -110,6 +136,12 @@ gdn_status gdn_check_prefill(const gdn_prefill_args *args, const char *pool_name
 gdn_status gdn_check_lengths(const gdn_prefill_args *args, struct gdn_batch *batch);
 gdn_status gdn_check_decode(const gdn_decode_args *args, const char *pool_name, struct gdn_row_set *set,
                             struct gdn_batch *batch);
+/* Gates of [token][head] into arrays of the same shape; of batch only what gates need is set. */
+struct gdn_gating {
+  struct gdn_batch batch;
+  struct gdn_array g, beta; /* absent where the input is */
+};
+gdn_status gdn_check_gating(const gdn_gating_args *args, struct gdn_gating *gating);
 /* Copies a caller's struct of any size >= min_bytes into dst of dst_bytes: missing fields become 0, fields that this
  * version does not know must be 0. */
 gdn_status gdn_check_struct(const void *src, const char *what, size_t min_bytes, void *dst, size_t dst_bytes);
@@ -179,7 +211,7 @@ int64_t gdn_chunk_end(const struct gdn_batch *batch, int64_t seq, int64_t token)
 int64_t gdn_seq_chunks(const struct gdn_batch *batch, int64_t seq);
 
 /* The measured table: which form a tier takes where nobody asks for one. */
-int gdn_plan_form(const char *tier, int dim_k, int dim_v);
+int gdn_plan_form(int32_t isa, int dim_k, int dim_v);
 
 /* ---- decode.c: one token on state rows in caller memory ---- */
 
@@ -193,6 +225,8 @@ struct gdn_token {
   int head;
 };
 
+/* Whether gdn_token_step takes the batch's pools: both of one dtype and layout. */
+int gdn_token_step_fits(const struct gdn_batch *batch);
 /* Runs token (of sequence seq) on columns [col, col + n_cols) of value head head_v. */
 void gdn_token_step(const struct gdn_kernels *kernels, const struct gdn_batch *batch, struct gdn_token *t, int64_t seq,
                     int64_t token, int head_v, int col, int n_cols);
@@ -232,6 +266,8 @@ struct gdn_ctx {
 
 gdn_status gdn_context_make(const gdn_ctx_args *args, gdn_ctx **ctx);
 void gdn_context_free(gdn_ctx *ctx);
+/* Contexts of this process that are alive or being made. */
+int gdn_context_count(void);
 /* Gives every worker at least bytes of scratch; GDN_E_NOMEM leaves outputs untouched since it comes before any work. */
 gdn_status gdn_context_reserve(gdn_ctx *ctx, size_t bytes);
 /* The product handles of a pair of head sizes; null when out of memory. */
@@ -241,6 +277,7 @@ const struct gdn_gemms *gdn_context_gemms(gdn_ctx *ctx, int dim_k, int dim_v);
 
 gdn_status gdn_run_prefill(gdn_ctx *ctx, const struct gdn_batch *batch);
 gdn_status gdn_run_decode(gdn_ctx *ctx, const struct gdn_batch *batch);
+void gdn_run_gating(gdn_ctx *ctx, const struct gdn_gating *gating); /* gating.c */
 /* batch->form, or what the measured table says. */
 int gdn_prefill_choose_form(const gdn_ctx *ctx, const struct gdn_batch *batch);
 

@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+#define STREAM_STATES_BYTES (INT64_C(32) << 20)
+
 struct gdn_columns gdn_columns_at(const struct gdn_batch *b, const struct gdn_task *t, int unit, int most) {
   int panels = b->dim_v / GDN_PANEL, group = b->n_heads_v / b->n_heads_k;
   struct gdn_columns c = {t->head * group + unit / panels, unit % panels * GDN_PANEL, 0, unit - t->unit};
@@ -43,13 +45,21 @@ void gdn_states_store(const struct gdn_prefill_job *job, const struct gdn_task *
   struct gdn_columns c;
   if (row < 0)
     return;
-  GDN_EACH_COLUMNS(b, t, b->dim_v, u, c)
-    job->ctx->kernels.state_store(c.n_cols, b->dim_k, state + (int64_t)c.slot * b->dim_k * GDN_PANEL,
-                                  gdn_pool_state(pool, b, row, c.head, c.col));
+  GDN_EACH_COLUMNS(b, t, b->dim_v, u, c) {
+    struct gdn_state_ref to = gdn_pool_state(pool, b, row, c.head, c.col);
+    to.stream = job->stream_states;
+    job->ctx->kernels.state_store(c.n_cols, b->dim_k, state + (int64_t)c.slot * b->dim_k * GDN_PANEL, to);
+  }
+}
+
+/* States of a call that are more than the caches would keep for the next one. */
+static int streams_states(const struct gdn_batch *b) {
+  const int64_t row = (int64_t)b->n_heads_v * b->dim_v * b->dim_k * (int64_t)sizeof(float);
+  return b->n_seqs * row >= STREAM_STATES_BYTES;
 }
 
 int gdn_prefill_choose_form(const gdn_ctx *ctx, const struct gdn_batch *b) {
-  return b->form != GDN_FORM_DEFAULT ? b->form : gdn_plan_form(ctx->kernels.tier, b->dim_k, b->dim_v);
+  return b->form != GDN_FORM_DEFAULT ? b->form : gdn_plan_form(gdn_tiers[ctx->tier].isa, b->dim_k, b->dim_v);
 }
 
 static void prefill_worker(void *arg, int worker, int n_workers) {
@@ -98,7 +108,8 @@ static gdn_status prepare(struct gdn_prefill_job *job, struct gdn_windows *windo
 }
 
 gdn_status gdn_run_prefill(gdn_ctx *ctx, const struct gdn_batch *b) {
-  struct gdn_prefill_job job = {.ctx = ctx, .batch = b, .form = gdn_prefill_choose_form(ctx, b)};
+  struct gdn_prefill_job job = {.ctx = ctx, .batch = b, .form = gdn_prefill_choose_form(ctx, b),
+                                .stream_states = streams_states(b)};
   struct gdn_windows windows;
   if (!b->n_tokens)
     return GDN_OK;

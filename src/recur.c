@@ -57,9 +57,12 @@ static void recur_block(const struct gdn_prefill_job *job, const struct gdn_task
   struct gdn_columns c;
   int head = -1;
   GDN_EACH_COLUMNS(b, t, kernels->recur_cols, u, c) {
-    if (c.head != head)
-      kernels->gates(n, gdn_array_rows(&b->g, token, c.head), gdn_array_rows(&b->beta, token, c.head), s->decay,
-                     s->beta);
+    if (c.head != head) {
+      struct gdn_gates gates = gdn_batch_gates(b, token, c.head, n);
+      gates.g_out = s->decay;
+      gates.beta_out = s->beta;
+      kernels->gates(&gates);
+    }
     head = c.head;
     kernels->load_rows(n, c.n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head), c.col), s->v, c.n_cols);
     struct gdn_recur r = {.n = n, .dim_k = b->dim_k, .n_cols = c.n_cols, .q = s->q, .k = s->k, .kq = s->kq,
@@ -82,7 +85,7 @@ void gdn_recur_tokens(const struct gdn_prefill_job *job, const struct gdn_task *
 
 /* Whether a sequence is one token and nothing is due after it but its final state. */
 static int is_one_token(const struct gdn_batch *b, int64_t seq) {
-  if (gdn_batch_len(b, seq) != 1)
+  if (gdn_batch_len(b, seq) != 1 || !gdn_token_step_fits(b))
     return 0;
   return !b->checkpoint_every || (gdn_batch_prefix(b, seq) + 1) % b->checkpoint_every != 0;
 }

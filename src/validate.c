@@ -30,9 +30,30 @@ gdn_status gdn_check_struct(const void *src, const char *what, size_t min_bytes,
   return GDN_OK;
 }
 
-static gdn_status check_shape(const struct gdn_batch *b, uint32_t flags) {
-  if (flags & ~(uint32_t)GDN_L2NORM_QK)
-    return gdn_fail(GDN_E_FLAGS, "flags = 0x%x: unknown bits 0x%x", flags, flags & ~(uint32_t)GDN_L2NORM_QK);
+/* n_heads_q is 0 or more than n_heads_k when every q head has its own state. */
+static gdn_status check_heads(const struct gdn_batch *b, int n_heads_q) {
+  if (b->n_heads_k < 1 || b->n_heads_k > MAX_HEADS)
+    return gdn_fail(GDN_E_HEADS, "n_heads_k = %d: expected 1 .. %d", b->n_heads_k, MAX_HEADS);
+  if (b->n_heads_v < 1 || b->n_heads_v > MAX_HEADS)
+    return gdn_fail(GDN_E_HEADS, "n_heads_v = %d: expected 1 .. %d", b->n_heads_v, MAX_HEADS);
+  if (n_heads_q < 0 || n_heads_q > MAX_HEADS)
+    return gdn_fail(GDN_E_HEADS, "n_heads_q = %d: expected 0 .. %d", n_heads_q, MAX_HEADS);
+  if (b->n_heads_v % b->n_heads_k)
+    return gdn_fail(GDN_E_HEADS, "n_heads_v = %d is not a multiple of n_heads_k = %d", b->n_heads_v, b->n_heads_k);
+  if (!n_heads_q || n_heads_q == b->n_heads_k)
+    return GDN_OK;
+  if (n_heads_q % b->n_heads_k)
+    return gdn_fail(GDN_E_HEADS, "n_heads_q = %d is not a multiple of n_heads_k = %d", n_heads_q, b->n_heads_k);
+  if (b->n_heads_k != b->n_heads_v)
+    return gdn_fail(GDN_E_HEADS, "n_heads_q = %d is above n_heads_k = %d: then n_heads_v = %d must equal n_heads_k",
+                    n_heads_q, b->n_heads_k, b->n_heads_v);
+  return GDN_OK;
+}
+
+static gdn_status check_shape(const struct gdn_batch *b, int n_heads_q, uint32_t flags) {
+  const uint32_t known = GDN_L2NORM_QK | GDN_LINEAR_G;
+  if (flags & ~known)
+    return gdn_fail(GDN_E_FLAGS, "flags = 0x%x: unknown bits 0x%x", flags, flags & ~known);
   if (b->form < GDN_FORM_DEFAULT || b->form > GDN_FORM_CHUNK)
     return gdn_fail(GDN_E_OPTION, "form = %d: not one of GDN_FORM_*", b->form);
   if (b->schedule < GDN_SCHEDULE_DEFAULT || b->schedule > GDN_SCHEDULE_WINDOWS)
@@ -41,12 +62,9 @@ static gdn_status check_shape(const struct gdn_batch *b, uint32_t flags) {
     return gdn_fail(GDN_E_SIZE, "n_seqs = %" PRId64 ": expected 0 .. %d", b->n_seqs, MAX_COUNT);
   if (b->n_tokens < 0 || b->n_tokens > MAX_COUNT)
     return gdn_fail(GDN_E_SIZE, "n_tokens = %" PRId64 ": expected 0 .. %d", b->n_tokens, MAX_COUNT);
-  if (b->n_heads_k < 1 || b->n_heads_k > MAX_HEADS)
-    return gdn_fail(GDN_E_HEADS, "n_heads_k = %d: expected 1 .. %d", b->n_heads_k, MAX_HEADS);
-  if (b->n_heads_v < 1 || b->n_heads_v > MAX_HEADS)
-    return gdn_fail(GDN_E_HEADS, "n_heads_v = %d: expected 1 .. %d", b->n_heads_v, MAX_HEADS);
-  if (b->n_heads_v % b->n_heads_k)
-    return gdn_fail(GDN_E_HEADS, "n_heads_v = %d is not a multiple of n_heads_k = %d", b->n_heads_v, b->n_heads_k);
+  gdn_status status = check_heads(b, n_heads_q);
+  if (status)
+    return status;
   if (b->dim_k < 32 || b->dim_k > GDN_DIM_MAX || b->dim_k % 32)
     return gdn_fail(GDN_E_DIM, "dim_k = %d: expected a multiple of 32 in 32 .. %d", b->dim_k, GDN_DIM_MAX);
   if (b->dim_v < 32 || b->dim_v > GDN_DIM_MAX || b->dim_v % 32)
@@ -56,6 +74,14 @@ static gdn_status check_shape(const struct gdn_batch *b, uint32_t flags) {
   if (!isfinite(b->eps) || b->eps < 0)
     return gdn_fail(GDN_E_VALUE, "eps = %g: expected a finite number, 0 or more", (double)b->eps);
   return GDN_OK;
+}
+
+/* A q head is a lane of its own, and the heads of k and v are shared. Returns how many q heads share one. */
+static int spread_q_heads(struct gdn_batch *b, int n_heads_q) {
+  const int share = n_heads_q ? n_heads_q / b->n_heads_k : 1;
+  if (share > 1)
+    b->n_heads_k = b->n_heads_v = n_heads_q;
+  return share;
 }
 
 static gdn_status check_ints(const char *name, const void *data, int32_t dtype, struct gdn_ints *ints) {
@@ -127,16 +153,16 @@ static int regions_overlap(const struct region *a, const struct region *b) {
 struct array_spec {
   const char *name;
   int64_t n_tokens;
-  int n_heads, dim;
+  int n_heads, share, dim;
   unsigned dtypes; /* bit d: dtype d is taken */
   int32_t dtype_default;
   int optional, output;
 };
 
+#define FLOATS (1u << GDN_F32 | 1u << GDN_BF16 | 1u << GDN_F16)
+
 static const char *dtype_list(unsigned dtypes) {
-  if (dtypes == (1u << GDN_F32))
-    return "GDN_F32";
-  return dtypes == (1u << GDN_BF16) ? "GDN_BF16" : "GDN_F32 or GDN_BF16";
+  return dtypes == FLOATS ? "GDN_F32, GDN_BF16 or GDN_F16" : "GDN_F32";
 }
 
 /* Strides in bytes must keep the whole array below 2^62. */
@@ -150,6 +176,7 @@ static int strides_fit(const struct array_spec *s, int64_t token, int64_t head, 
 
 static gdn_status check_array(const struct array_spec *s, const gdn_tensor *t, struct gdn_array *a) {
   memset(a, 0, sizeof *a);
+  a->share = s->share;
   if (!t->data) {
     if (s->optional || !s->n_tokens)
       return GDN_OK;
@@ -179,41 +206,103 @@ static gdn_status check_array(const struct array_spec *s, const gdn_tensor *t, s
   return GDN_OK;
 }
 
+/* n_heads: of the batch. */
 static struct region array_region(const char *name, const struct gdn_array *a, int64_t n_tokens, int n_heads, int dim) {
   int bytes = gdn_dtype_bytes(a->dtype);
-  struct region r = {name, (uintptr_t)a->data, n_tokens, a->token_stride_elems * bytes, n_heads,
+  struct region r = {name, (uintptr_t)a->data, n_tokens, a->token_stride_elems * bytes, n_heads / a->share,
                      a->head_stride_elems * bytes, (int64_t)dim * bytes};
   return r;
 }
 
-static gdn_status check_arrays(const gdn_tensor *q, const gdn_tensor *k, const gdn_tensor *v, const gdn_tensor *g,
-                               const gdn_tensor *beta, const gdn_tensor_out *out, struct gdn_batch *b) {
-  const unsigned f32 = 1u << GDN_F32, bf16 = 1u << GDN_BF16;
-  const gdn_tensor out_in = {out->data, out->token_stride_elems, out->head_stride_elems, out->dtype, out->reserved};
+/* What a call passes as tokens. */
+struct tokens {
+  const gdn_tensor *q, *k, *v, *g, *beta;
+  const gdn_tensor_out *out;
+  const gdn_raw_gates *raw;
+  uint32_t flags;
+  int share;     /* see spread_q_heads */
+  int only_state; /* out and q may be absent */
+};
+
+/* A float array of one element per head. */
+static gdn_status check_head_array(const char *name, const void *data, int32_t dtype, struct gdn_rows *rows) {
+  const int32_t type = dtype == GDN_DTYPE_DEFAULT ? GDN_F32 : dtype;
+  if (type < 0 || type > 31 || !(FLOATS >> type & 1))
+    return gdn_fail(GDN_E_DTYPE, "%s_dtype = %d: expected %s", name, dtype, dtype_list(FLOATS));
+  *rows = (struct gdn_rows){data, 0, type};
+  return GDN_OK;
+}
+
+/* Everything of raw gates but the arrays a and b. */
+static gdn_status check_raw(const gdn_raw_gates *raw, int64_t n_tokens, struct gdn_batch *b) {
+  const float threshold = raw->softplus_threshold;
+  if (!(threshold >= 0))
+    return gdn_fail(GDN_E_VALUE, "raw_gates.softplus_threshold = %g: expected 0 or more", (double)threshold);
+  b->softplus_threshold = threshold > 0 ? threshold : 20;
+  if (raw->a.data && !raw->a_log)
+    return gdn_fail(GDN_E_NULL, "raw_gates.a_log is null, but raw_gates.a is given");
+  if (n_tokens && !raw->a.data && (raw->a_log || raw->dt_bias))
+    return gdn_fail(GDN_E_NULL, "raw_gates.a.data is null, but raw_gates.%s is given", raw->a_log ? "a_log" : "dt_bias");
+  gdn_status status = check_head_array("raw_gates.a_log", raw->a_log, raw->a_log_dtype, &b->a_log);
+  return status ? status : check_head_array("raw_gates.dt_bias", raw->dt_bias, raw->dt_bias_dtype, &b->dt_bias);
+}
+
+/* Which of g, beta and raw gates are used. */
+static gdn_status check_gates(const struct tokens *t, struct gdn_batch *b) {
+  if (t->raw->a.data && t->g->data)
+    return gdn_fail(GDN_E_OPTION, "g and raw_gates.a are both given: expected one");
+  if (t->raw->b.data && t->beta->data)
+    return gdn_fail(GDN_E_OPTION, "beta and raw_gates.b are both given: expected one");
+  if (t->raw->a.data && t->flags & GDN_LINEAR_G)
+    return gdn_fail(GDN_E_OPTION, "flags = 0x%x: GDN_LINEAR_G is for g, but raw_gates.a is given", t->flags);
+  b->g_mode = t->raw->a.data ? GDN_GATE_RAW : t->flags & GDN_LINEAR_G ? GDN_GATE_ALPHA : GDN_GATE_LOG;
+  b->beta_sigmoid = t->raw->b.data != NULL;
+  return check_raw(t->raw, b->n_tokens, b);
+}
+
+static gdn_status check_arrays(const struct tokens *t, struct gdn_batch *b) {
+  const unsigned f32 = 1u << GDN_F32;
+  const gdn_tensor out = {t->out->data, t->out->token_stride_elems, t->out->head_stride_elems, t->out->dtype, 0};
+  const int h_k = b->n_heads_k, h_v = b->n_heads_v, share = t->share, no_q = t->only_state && !out.data;
+  const int raw_a = t->raw->a.data != NULL, raw_b = t->raw->b.data != NULL;
   const struct {
     struct array_spec spec;
     const gdn_tensor *tensor;
     struct gdn_array *array;
   } rows[] = {
-      {{"q", b->n_tokens, b->n_heads_k, b->dim_k, bf16, GDN_BF16, 0, 0}, q, &b->q},
-      {{"k", b->n_tokens, b->n_heads_k, b->dim_k, bf16, GDN_BF16, 0, 0}, k, &b->k},
-      {{"v", b->n_tokens, b->n_heads_v, b->dim_v, bf16, GDN_BF16, 0, 0}, v, &b->v},
-      {{"g", b->n_tokens, b->n_heads_v, 1, f32, GDN_F32, 1, 0}, g, &b->g},
-      {{"beta", b->n_tokens, b->n_heads_v, 1, f32 | bf16, GDN_F32, 1, 0}, beta, &b->beta},
-      {{"out", b->n_tokens, b->n_heads_v, b->dim_v, bf16, GDN_BF16, 0, 1}, &out_in, &b->out},
+      {{"q", b->n_tokens, h_k, 1, b->dim_k, FLOATS, GDN_BF16, no_q, 0}, t->q, &b->q},
+      {{"k", b->n_tokens, h_k / share, share, b->dim_k, FLOATS, GDN_BF16, 0, 0}, t->k, &b->k},
+      {{"v", b->n_tokens, h_v / share, share, b->dim_v, FLOATS, GDN_BF16, 0, 0}, t->v, &b->v},
+      {{raw_a ? "raw_gates.a" : "g", b->n_tokens, h_v, 1, 1, raw_a ? FLOATS : f32, GDN_F32, 1, 0},
+       raw_a ? &t->raw->a : t->g, &b->g},
+      {{raw_b ? "raw_gates.b" : "beta", b->n_tokens, h_v, 1, 1, FLOATS, GDN_F32, 1, 0},
+       raw_b ? &t->raw->b : t->beta, &b->beta},
+      {{"out", b->n_tokens, h_v, 1, b->dim_v, FLOATS, GDN_BF16, t->only_state, 1}, &out, &b->out},
   };
-  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-    gdn_status status = check_array(&rows[i].spec, rows[i].tensor, rows[i].array);
-    if (status)
-      return status;
-  }
-  return GDN_OK;
+  gdn_status status = check_gates(t, b);
+  for (size_t i = 0; !status && i < sizeof rows / sizeof *rows; i++)
+    status = check_array(&rows[i].spec, rows[i].tensor, rows[i].array);
+  return status;
 }
 
 /* ---- state rows ---- */
 
 static const char *pool_name(const struct gdn_batch *b, const char *own) {
   return b->pool_name ? b->pool_name : own;
+}
+
+/* What error texts call the rows that are written after some tokens. */
+static const char *points_name(const struct gdn_batch *b) {
+  return b->cu_seqlens.data ? "checkpoints" : "token_states";
+}
+
+static int64_t first_point(const struct gdn_batch *b, int64_t seq) {
+  return b->checkpoint_cu_starts.data ? gdn_int(&b->checkpoint_cu_starts, seq) : seq * b->tokens_per_seq;
+}
+
+/* Rows of all sequences; in decode a sequence with fewer tokens leaves some of its own unused. */
+static int64_t n_points(const struct gdn_batch *b) {
+  return b->checkpoint_every ? first_point(b, b->n_seqs) : 0;
 }
 
 /* A pool of which n states are used. */
@@ -225,8 +314,12 @@ static gdn_status check_pool(const char *name, const gdn_states *s, const struct
       return gdn_fail(GDN_E_NULL, "%s.data is null, but %s.rows is given", name, name);
     return GDN_OK;
   }
-  if (s->dtype != GDN_DTYPE_DEFAULT && s->dtype != GDN_F32)
-    return gdn_fail(GDN_E_DTYPE, "%s.dtype = %d: expected GDN_F32", name, s->dtype);
+  p->dtype = s->dtype == GDN_DTYPE_DEFAULT ? GDN_F32 : s->dtype;
+  if (p->dtype < 0 || p->dtype > 31 || !(FLOATS >> p->dtype & 1))
+    return gdn_fail(GDN_E_DTYPE, "%s.dtype = %d: expected %s", name, s->dtype, dtype_list(FLOATS));
+  if (s->layout < GDN_LAYOUT_DEFAULT || s->layout > GDN_LAYOUT_KV)
+    return gdn_fail(GDN_E_OPTION, "%s.layout = %d: not one of GDN_LAYOUT_*", name, s->layout);
+  p->k_major = s->layout == GDN_LAYOUT_KV;
   char rows_name[48];
   snprintf(rows_name, sizeof rows_name, "%s.rows", name);
   gdn_status status = check_ints(rows_name, s->rows, s->rows ? s->rows_dtype : GDN_DTYPE_DEFAULT, &p->rows);
@@ -253,8 +346,8 @@ static gdn_status check_pool(const char *name, const gdn_states *s, const struct
 }
 
 static struct region pool_region(const char *name, const struct gdn_pool *p, const struct gdn_batch *b) {
-  int64_t bytes = (int64_t)b->n_heads_v * b->dim_v * b->dim_k * (int64_t)sizeof(float);
-  struct region r = {name, (uintptr_t)p->data, p->n_rows, p->row_stride_elems * (int64_t)sizeof(float), 1, bytes, bytes};
+  int64_t elem_bytes = gdn_dtype_bytes(p->dtype), bytes = (int64_t)b->n_heads_v * b->dim_v * b->dim_k * elem_bytes;
+  struct region r = {name, (uintptr_t)p->data, p->n_rows, p->row_stride_elems * elem_bytes, 1, bytes, bytes};
   return r;
 }
 
@@ -288,7 +381,8 @@ static int64_t row_set_slot(const struct gdn_row_set *set, int64_t key) {
 }
 
 static int same_pool(const struct gdn_pool *a, const struct gdn_pool *b) {
-  return a->data && a->data == b->data && a->row_stride_elems == b->row_stride_elems;
+  return a->data && a->data == b->data && a->row_stride_elems == b->row_stride_elems && a->dtype == b->dtype &&
+         a->k_major == b->k_major;
 }
 
 /* Enters row of pool number which as written by seq. */
@@ -310,14 +404,15 @@ static gdn_status enter_writers(const struct gdn_batch *b, struct gdn_row_set *s
   if (status || !b->checkpoint_every)
     return status;
   int together = same_pool(points, final);
-  int64_t at = gdn_int(&b->checkpoint_cu_starts, seq), end = gdn_int(&b->checkpoint_cu_starts, seq + 1);
+  int64_t at = first_point(b, seq);
+  int64_t end = b->checkpoint_cu_starts.data ? first_point(b, seq + 1) : at + gdn_batch_len(b, seq);
   int at_stop = (gdn_batch_prefix(b, seq) + gdn_batch_len(b, seq)) % b->checkpoint_every == 0;
   for (; !status && at < end; at++) {
     int64_t row = gdn_pool_row(points, at);
     /* The last checkpoint may be the final state itself. */
     if (row < 0 || (together && row == final_row && at == end - 1 && at_stop))
       continue;
-    status = enter_writer(set, pool_name(b, "checkpoints"), !together, row, seq);
+    status = enter_writer(set, pool_name(b, points_name(b)), !together, row, seq);
   }
   return status;
 }
@@ -329,8 +424,7 @@ static gdn_status check_row_conflicts(const struct gdn_batch *b, struct gdn_row_
   int packed = !b->final.rows.data && !in->rows.data && !b->checkpoint_every;
   if (packed || (!b->final.data && !b->checkpoints.data))
     return GDN_OK;
-  int64_t n_points = b->checkpoint_every ? gdn_int(&b->checkpoint_cu_starts, b->n_seqs) : 0;
-  gdn_status status = row_set_reset(set, b->n_seqs + n_points);
+  gdn_status status = row_set_reset(set, b->n_seqs + n_points(b));
   for (int64_t i = 0; !status && i < b->n_seqs; i++)
     if (gdn_batch_len(b, i))
       status = enter_writers(b, set, i);
@@ -343,7 +437,7 @@ static gdn_status check_row_conflicts(const struct gdn_batch *b, struct gdn_row_
       status = gdn_fail(GDN_E_ROW_CONFLICT,
                         "row %" PRId64 " is read by sequence %" PRId64 " (initial_state) and written by sequence %" PRId64
                         " (%s)",
-                        row, i, set->seqs[slot], which ? "checkpoints" : "final_state or checkpoints");
+                        row, i, set->seqs[slot], which ? points_name(b) : "final_state or checkpoints");
   }
   return status;
 }
@@ -355,31 +449,40 @@ static struct region ints_region(const char *name, const struct gdn_ints *a, int
   return r;
 }
 
+static struct region head_region(const char *name, const struct gdn_rows *a, const struct gdn_batch *b) {
+  struct region r = {name, (uintptr_t)a->data, 1, 1, 1, 1, (int64_t)b->n_heads_v * gdn_dtype_bytes(a->dtype)};
+  return r;
+}
+
 /* Outputs may not overlap anything, but state pools may be one and the same. */
 static gdn_status check_overlaps(const struct gdn_batch *b) {
   enum { OUT, FINAL, CHECKPOINTS, INITIAL, N_POOLS_END };
-  int64_t n_points = b->checkpoint_every ? gdn_int(&b->checkpoint_cu_starts, b->n_seqs) : 0;
+  const struct gdn_pool *const pools[N_POOLS_END] = {NULL, &b->final, &b->checkpoints, &b->initial};
+  const int in_decode = !b->cu_seqlens.data;
   struct region all[] = {
       array_region("out", &b->out, b->n_tokens, b->n_heads_v, b->dim_v),
       pool_region(pool_name(b, "final_state"), &b->final, b),
-      pool_region(pool_name(b, "checkpoints"), &b->checkpoints, b),
+      pool_region(pool_name(b, points_name(b)), &b->checkpoints, b),
       pool_region(pool_name(b, "initial_state"), &b->initial, b),
       array_region("q", &b->q, b->n_tokens, b->n_heads_k, b->dim_k),
       array_region("k", &b->k, b->n_tokens, b->n_heads_k, b->dim_k),
       array_region("v", &b->v, b->n_tokens, b->n_heads_v, b->dim_v),
-      array_region("g", &b->g, b->n_tokens, b->n_heads_v, 1),
-      array_region("beta", &b->beta, b->n_tokens, b->n_heads_v, 1),
+      array_region(b->g_mode == GDN_GATE_RAW ? "raw_gates.a" : "g", &b->g, b->n_tokens, b->n_heads_v, 1),
+      array_region(b->beta_sigmoid ? "raw_gates.b" : "beta", &b->beta, b->n_tokens, b->n_heads_v, 1),
+      head_region("raw_gates.a_log", &b->a_log, b),
+      head_region("raw_gates.dt_bias", &b->dt_bias, b),
+      ints_region("token_counts", &b->token_counts, b->n_seqs),
       ints_region("cu_seqlens", &b->cu_seqlens, b->n_seqs + 1),
       ints_region("prefix_lens", &b->prefix_lens, b->n_seqs),
       ints_region("initial_state.rows", &b->initial.rows, b->n_seqs),
       ints_region("final_state.rows", &b->final.rows, b->n_seqs),
       ints_region("checkpoint_cu_starts", &b->checkpoint_cu_starts, b->checkpoint_every ? b->n_seqs + 1 : 0),
-      ints_region("checkpoints.rows", &b->checkpoints.rows, n_points),
+      ints_region(in_decode ? "token_states.rows" : "checkpoints.rows", &b->checkpoints.rows, n_points(b)),
   };
   const int n = (int)(sizeof all / sizeof *all);
   for (int i = OUT; i < INITIAL; i++)
     for (int j = i + 1; j < n; j++) {
-      int one_pool = i > OUT && j < N_POOLS_END && all[i].start == all[j].start && all[i].outer == all[j].outer;
+      int one_pool = i > OUT && j < N_POOLS_END && same_pool(pools[i], pools[j]);
       if (all[i].start && all[j].start && !one_pool && regions_overlap(&all[i], &all[j]))
         return gdn_fail(GDN_E_ALIAS, "%s at %p overlaps %s at %p", all[i].name, (void *)all[i].start, all[j].name,
                         (void *)all[j].start);
@@ -444,17 +547,17 @@ static gdn_status check_checkpoints(const gdn_prefill_args *a, struct gdn_batch 
                       " has %" PRId64 " checkpoints",
                       i + 1, gdn_int(starts, i + 1), gdn_int(starts, i) + n, i, n);
   }
-  int64_t n_points = gdn_int(starts, b->n_seqs);
-  if (n_points && !a->checkpoints.data)
-    return gdn_fail(GDN_E_NULL, "checkpoints.data is null, but the batch has %" PRId64 " checkpoints", n_points);
-  return check_pool(pool_name(b, "checkpoints"), &a->checkpoints, b, n_points, &b->checkpoints);
+  int64_t n = n_points(b);
+  if (n && !a->checkpoints.data)
+    return gdn_fail(GDN_E_NULL, "checkpoints.data is null, but the batch has %" PRId64 " checkpoints", n);
+  return check_pool(pool_name(b, "checkpoints"), &a->checkpoints, b, n, &b->checkpoints);
 }
 
 gdn_status gdn_check_lengths(const gdn_prefill_args *a, struct gdn_batch *b) {
   *b = (struct gdn_batch){.n_seqs = a->n_seqs, .n_tokens = a->n_tokens, .n_heads_k = a->n_heads_k,
                           .n_heads_v = a->n_heads_v, .dim_k = a->dim_k, .dim_v = a->dim_v, .form = a->form, .schedule = a->schedule,
                           .l2norm = (a->flags & GDN_L2NORM_QK) != 0, .scale = a->scale, .eps = a->eps};
-  gdn_status status = check_shape(b, a->flags);
+  gdn_status status = check_shape(b, a->n_heads_q, a->flags);
   return status ? status : check_cu_seqlens(a->cu_seqlens, a->cu_seqlens_dtype, b);
 }
 
@@ -467,7 +570,9 @@ gdn_status gdn_check_prefill(const gdn_prefill_args *args, const char *pool, str
   if (status)
     return status;
   b->pool_name = pool;
-  status = check_arrays(&a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, b);
+  const struct tokens tokens = {&a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, &a.raw_gates, a.flags,
+                                spread_q_heads(b, a.n_heads_q), 0};
+  status = check_arrays(&tokens, b);
   if (!status)
     status = check_prefix_lens(&a, b);
   if (!status)
@@ -478,21 +583,108 @@ gdn_status gdn_check_prefill(const gdn_prefill_args *args, const char *pool, str
   return check_states(&a.initial_state, &a.final_state, set, b);
 }
 
+/* The fields that say how many tokens there are. */
+static gdn_status check_token_counts(const gdn_decode_args *a, struct gdn_batch *b) {
+  if (a->n_tokens < 0 || a->n_tokens > GDN_DECODE_TOKENS_MAX)
+    return gdn_fail(GDN_E_SIZE, "n_tokens = %d: expected 0 .. %d", a->n_tokens, GDN_DECODE_TOKENS_MAX);
+  gdn_status status = check_shape(b, a->n_heads_q, a->flags);
+  if (!status && b->n_tokens > MAX_COUNT)
+    status = gdn_fail(GDN_E_SIZE, "n_seqs = %" PRId64 " of n_tokens = %d: expected at most %d tokens", b->n_seqs,
+                      a->n_tokens, MAX_COUNT);
+  if (!status)
+    status = check_ints("token_counts", a->token_counts, a->token_counts_dtype, &b->token_counts);
+  for (int64_t i = 0; !status && b->token_counts.data && i < b->n_seqs; i++)
+    if (gdn_int(&b->token_counts, i) < 0 || gdn_int(&b->token_counts, i) > b->tokens_per_seq)
+      status = gdn_fail(GDN_E_LENGTHS, "token_counts[%" PRId64 "] = %" PRId64 ": expected 0 .. n_tokens = %" PRId64, i,
+                        gdn_int(&b->token_counts, i), b->tokens_per_seq);
+  return status;
+}
+
 gdn_status gdn_check_decode(const gdn_decode_args *args, const char *pool, struct gdn_row_set *set,
                             struct gdn_batch *b) {
   gdn_decode_args a;
   gdn_status status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
   if (status)
     return status;
-  *b = (struct gdn_batch){.n_seqs = a.n_seqs, .n_tokens = a.n_seqs, .n_heads_k = a.n_heads_k,
-                          .n_heads_v = a.n_heads_v, .dim_k = a.dim_k, .dim_v = a.dim_v,
-                          .l2norm = (a.flags & GDN_L2NORM_QK) != 0, .scale = a.scale, .eps = a.eps,
-                          .pool_name = pool};
-  status = check_shape(b, a.flags);
+  const int per_seq = a.n_tokens ? a.n_tokens : 1;
+  *b = (struct gdn_batch){.n_seqs = a.n_seqs, .n_heads_k = a.n_heads_k, .n_heads_v = a.n_heads_v, .dim_k = a.dim_k,
+                          .dim_v = a.dim_v, .l2norm = (a.flags & GDN_L2NORM_QK) != 0, .scale = a.scale, .eps = a.eps,
+                          .tokens_per_seq = per_seq, .checkpoint_every = a.token_states.data != NULL, .pool_name = pool};
+  if (a.n_seqs > 0 && a.n_seqs <= MAX_COUNT)
+    b->n_tokens = a.n_seqs * per_seq;
+  status = check_token_counts(&a, b);
+  if (status)
+    return status;
+  const struct tokens tokens = {&a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, &a.raw_gates, a.flags,
+                                spread_q_heads(b, a.n_heads_q), a.final_state.data || a.token_states.data};
+  status = check_arrays(&tokens, b);
   if (!status)
-    status = check_arrays(&a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, b);
+    status = check_pool(points_name(b), &a.token_states, b, b->n_tokens, &b->checkpoints);
   if (status)
     return status;
   set_defaults(b);
   return check_states(&a.initial_state, &a.final_state, set, b);
+}
+
+/* ---- gates alone ---- */
+
+static gdn_status check_gating_arrays(const gdn_gating_args *a, struct gdn_gating *x) {
+  const int64_t n = a->n_tokens;
+  const struct {
+    const char *in_name, *out_name;
+    const gdn_tensor *in;
+    const gdn_tensor_out *out;
+    struct gdn_array *in_array, *out_array;
+  } rows[] = {{"raw_gates.a", "g", &a->raw_gates.a, &a->g, &x->batch.g, &x->g},
+              {"raw_gates.b", "beta", &a->raw_gates.b, &a->beta, &x->batch.beta, &x->beta}};
+  for (int i = 0; i < 2; i++) {
+    const gdn_tensor out = {rows[i].out->data, rows[i].out->token_stride_elems, rows[i].out->head_stride_elems,
+                            rows[i].out->dtype, 0};
+    const struct array_spec in_spec = {rows[i].in_name, n, a->n_heads, 1, 1, FLOATS, GDN_F32, !out.data, 0};
+    const struct array_spec out_spec = {rows[i].out_name, n, a->n_heads, 1, 1, 1u << GDN_F32, GDN_F32,
+                                        !rows[i].in->data, 1};
+    gdn_status status = check_array(&in_spec, rows[i].in, rows[i].in_array);
+    if (!status)
+      status = check_array(&out_spec, &out, rows[i].out_array);
+    if (status)
+      return status;
+  }
+  if (n && !x->g.data && !x->beta.data)
+    return gdn_fail(GDN_E_NULL, "raw_gates.a.data and raw_gates.b.data are null: nothing to do");
+  return GDN_OK;
+}
+
+static gdn_status check_gating_overlaps(const struct gdn_gating *x) {
+  const struct gdn_batch *b = &x->batch;
+  const int n_heads = b->n_heads_v;
+  const struct region all[] = {array_region("g", &x->g, b->n_tokens, n_heads, 1),
+                               array_region("beta", &x->beta, b->n_tokens, n_heads, 1),
+                               array_region("raw_gates.a", &b->g, b->n_tokens, n_heads, 1),
+                               array_region("raw_gates.b", &b->beta, b->n_tokens, n_heads, 1),
+                               head_region("raw_gates.a_log", &b->a_log, b),
+                               head_region("raw_gates.dt_bias", &b->dt_bias, b)};
+  for (int i = 0; i < 2; i++)
+    for (int j = i + 1; j < (int)(sizeof all / sizeof *all); j++)
+      if (all[i].start && all[j].start && regions_overlap(&all[i], &all[j]))
+        return gdn_fail(GDN_E_ALIAS, "%s at %p overlaps %s at %p", all[i].name, (void *)all[i].start, all[j].name,
+                        (void *)all[j].start);
+  return GDN_OK;
+}
+
+gdn_status gdn_check_gating(const gdn_gating_args *args, struct gdn_gating *x) {
+  gdn_gating_args a;
+  gdn_status status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
+  if (status)
+    return status;
+  memset(x, 0, sizeof *x);
+  x->batch = (struct gdn_batch){.n_tokens = a.n_tokens, .n_heads_k = a.n_heads, .n_heads_v = a.n_heads,
+                                .g_mode = GDN_GATE_RAW, .beta_sigmoid = 1};
+  if (a.n_tokens < 0 || a.n_tokens > MAX_COUNT)
+    return gdn_fail(GDN_E_SIZE, "n_tokens = %" PRId64 ": expected 0 .. %d", a.n_tokens, MAX_COUNT);
+  if (a.n_heads < 1 || a.n_heads > MAX_HEADS)
+    return gdn_fail(GDN_E_HEADS, "n_heads = %d: expected 1 .. %d", a.n_heads, MAX_HEADS);
+  status = check_raw(&a.raw_gates, a.n_tokens, &x->batch);
+  if (!status)
+    status = check_gating_arrays(&a, x);
+  return status ? status : check_gating_overlaps(x);
 }
