@@ -147,8 +147,8 @@ static void place_pool(struct batch *b, struct check_rng *r) {
   }
   check_protect(rows_in);
   check_protect(rows_out);
-  b->args.initial_state = (gdn_states){b->states, n_rows, stride, rows_in, GDN_I32, GDN_F32};
-  b->args.final_state = (gdn_states){b->states, n_rows, stride, rows_out, GDN_I32, GDN_F32};
+  b->args.initial_state = (gdn_states){b->states, n_rows, stride, rows_in, GDN_I32, GDN_F32, 0, 0};
+  b->args.final_state = (gdn_states){b->states, n_rows, stride, rows_out, GDN_I32, GDN_F32, 0, 0};
 }
 
 /* The block of sequence seq in final_state, or null if none is stored. */
@@ -265,16 +265,25 @@ static void check_untouched(struct batch *b) {
   }
 }
 
-void batch_check(struct batch *b, double limit) {
+static void check_results(struct batch *b, double out_limit, double limit) {
   int64_t n_out = b->n_tokens * b->shape.n_heads_v * b->shape.dim_v, block = state_elems(&b->shape);
   struct batch_result x = batch_take(b);
-  /* Beyond the rounding to bf16, only elements next to a tie show an error: a small share of the f32 one. */
-  check_close_bf16("out", x.out, b->want_out, n_out, limit / 8);
+  check_close_bf16("out", x.out, b->want_out, n_out, out_limit);
   for (int64_t i = 0; i < b->shape.n_seqs; i++) {
     if (final_block(b, i) == NULL) continue;
     check_close("final state", x.states + i * block, b->want_states + i * block, block, limit);
   }
   check_untouched(b);
+}
+
+/* Beyond the rounding to bf16, only elements next to a tie show an error: a small share of the f32 one. */
+void batch_check(struct batch *b, double limit) {
+  check_results(b, limit / 8, limit);
+}
+
+void batch_check_form(struct batch *b, const struct check_tier *tier, double limit, double limit_bf16) {
+  double x = check_form_limit(tier, b->args.form, limit, limit_bf16);
+  check_results(b, x == limit ? limit / 8 : x, x);
 }
 
 void batch_prefill(gdn_ctx *ctx, struct batch *b, int32_t form) {

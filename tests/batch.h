@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Packed batches for the tests of prefill and decode: numbers first, then their place in guarded caller memory in one of
- * several layouts, the float64 results, and the comparison. */
+ * Packed batches for the tests of prefill and decode: numbers first, then their place in guarded caller memory in one
+ * of several layouts, the float64 results, and the comparison. */
 #ifndef GDN_TESTS_BATCH_H
 #define GDN_TESTS_BATCH_H
 
@@ -66,6 +66,9 @@ void batch_same(const char *what, const struct batch *a, const struct batch_resu
                 const struct batch_result *y, int64_t j);
 /* Compares what a call wrote with the oracle, and fails if anything else changed. Destroys the outputs. */
 void batch_check(struct batch *b, double limit);
+/* The same for what a form of a tier gave: limit_bf16, for out as well as for states, where products have bf16
+ * operands. */
+void batch_check_form(struct batch *b, const struct check_tier *tier, double limit, double limit_bf16);
 
 /* One call on fresh outputs. */
 void batch_prefill(gdn_ctx *ctx, struct batch *b, int32_t form);

@@ -68,7 +68,7 @@ expect 2 'unknown command ""' ''
 expect 2 'unknown command "frobnicate"' frobnicate
 expect 0 'commands:' --help
 expect 0 'gdn-bench ' --version
-for command in run prefill decode info; do
+for command in run prefill decode paged latency info; do
   expect 0 "usage: gdn-bench $command" "$command" --help
   expect 2 'unknown option --frobnicate' "$command" --frobnicate
   expect 2 'expected one of ref, avx2, avx512' "$command" --isa sse9
@@ -96,8 +96,10 @@ unset GDN_ISA
 # ---- results ----
 expect_json 'd["version"] and any(t["name"] == "ref" for t in d["tiers"]) and d["threads"] >= 1' info
 expect_json 'd["isa"] == "ref" and d["threads"] == 1' info --isa=ref --threads 1
+expect_json 'd["points"][0]["threads"] == 1 and all(p["empty_call"]["median_us"] > 0 for p in d["points"])' \
+  latency --seconds 0
 expect_json 'd["pass"] and [c["case"] for c in d["cases"]] == ["varlen_k64", "paged_k128"]
-  and all(c["checkpoint_rel_l2"] is None or c["checkpoint_rel_l2"] < 1e-5 for c in d["cases"])' \
+  and d["cases"][0]["checkpoint_rel_l2"] is None and 0 < d["cases"][1]["checkpoint_rel_l2"] < 1e-5' \
   run "$golden/varlen_k64/" "$golden/paged_k128"
 expect_json 'd["pass"]' run --form chunk --threads 1 "$golden/varlen_k64"
 expect 0 'pass' run "$golden/varlen_k64"
@@ -115,6 +117,14 @@ small='--heads 1 --v-heads 2 --dim-k 32 --dim-v 64 --seconds 0.05'
   expect_json 'd["isa"] == "ref" and d["limit"]["libxsmm_target"] == "wsm"' prefill --lens 9 --isa ref $small
   expect_json 'd["batch"] == 3 and d["state_bytes_per_s"] > 0 and d["rmw_bytes_per_s"] > 0 and d["efficiency"] > 0' \
     decode --batch 3 $small
+  expect_json 'd["bitwise_equal"] is True and d["reused_tokens"] == 192 and d["layers"] == 48
+    and abs(d["speedup"] * d["reuse_us"] / d["recompute_us"] - 1) < 1e-6 and d["slots_us"] > 0 and d["slots_share"] > 0
+    and 0 < d["reuse_state_bytes"] < d["recompute_state_bytes"] and d["cases"]["decode"]["runs"] >= 5' \
+    paged --requests 3 --prefix 200 --suffix 20 --steps 50 --page-size 64 $small
+  expect_json 'd["bitwise_equal"] is True and d["reused_tokens"] == 0 and d["form"] == "chunk"' \
+    paged --requests 2 --prefix 9 --suffix 1 --steps 1 --form chunk $small
+  expect 0 'bitwise equal' paged --requests 2 --prefix 300 --page-size 128 $small
+  expect 2 'page_size = 100' paged --page-size 100 $small
   expect 0 'efficiency' prefill --lens 9 $small
   expect 0 'efficiency' decode --batch 2 $small
 }
@@ -139,6 +149,13 @@ bad_case rank 'rank/k.npy: array has 2 dimensions, expected 3'
 copy_case sizes
 cp "$golden/varlen_k128/final_state.npy" "$work/sizes/final_state.npy"
 bad_case sizes 'sizes/final_state.npy: '
+copy_case pages
+cp "$golden/paged_k128/page_size.npy" "$work/pages/page_size.npy"
+bad_case pages 'pages/prefix_lens.npy: cannot open'
+cp -r "$golden/paged_k128" "$work/starts"
+chmod -R u+w "$work/starts"
+cp "$work/starts/cu_seqlens.npy" "$work/starts/checkpoint_cu_starts.npy"
+bad_case starts 'starts/checkpoint_cu_starts.npy: does not agree'
 
 # ---- a case that fails its bound, and output that cannot be written ----
 copy_case wrong

@@ -6,6 +6,17 @@
 
 #include "gdn.h"
 
+/* Element at of an array of GDN_F32, GDN_BF16 or GDN_F16. */
+double oracle_number(const void *data, int64_t at, int32_t dtype);
+/* Heads of states, gates and out. */
+int oracle_heads(int n_heads_q, int n_heads_v);
+/* Gates of token t from raw ones. */
+double oracle_log_decay(const gdn_raw_gates *r, int64_t n_heads, int64_t t, int64_t h);
+double oracle_beta(const gdn_raw_gates *r, int64_t n_heads, int64_t t, int64_t h);
+/* Row i of a pool, and where element [j][i] of head h of a row lies, j in V, i in K. */
+int64_t oracle_row(const gdn_states *s, int64_t i);
+int64_t oracle_state_at(const gdn_states *s, int64_t n_heads, int dim_k, int dim_v, int64_t row, int64_t h, int j, int i);
+
 /* Element i of head h of token t of an array, as a number. dim is the dense length of a head (1 for gates). */
 double oracle_element(const gdn_tensor *x, int32_t default_dtype, int64_t n_heads, int64_t dim, int64_t t, int64_t h,
                       int64_t i);
@@ -13,6 +24,9 @@ double oracle_element(const gdn_tensor *x, int32_t default_dtype, int64_t n_head
 /* out [n_tokens][n_heads_v][dim_v], states [n_seqs][n_heads_v][dim_v][dim_k], both dense. Reads every input that args
  * names, writes none of its outputs. States of empty sequences are their initial ones. */
 void oracle_prefill(const gdn_prefill_args *args, double *out, double *states);
+/* The tokens of one sequence from float64 states [n_heads][dim_v][dim_k], which become those after them. Reads no
+ * cu_seqlens, no initial_state. */
+void oracle_continue(const gdn_prefill_args *args, double *out, double *states);
 void oracle_decode(const gdn_decode_args *args, double *out, double *states);
 
 #endif

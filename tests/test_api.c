@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -93,7 +94,8 @@ static void errors_null_pointers_are_named(void **state) {
   BAD(GDN_E_NULL, "q.data", "null", a.q.data = NULL);
   BAD(GDN_E_NULL, "k.data", "null", a.k.data = NULL);
   BAD(GDN_E_NULL, "v.data", "null", a.v.data = NULL);
-  BAD(GDN_E_NULL, "out.data", "null", a.out.data = NULL);
+  BAD_PREFILL(GDN_E_NULL, "out.data", "null", a.out.data = NULL);
+  BAD_DECODE(GDN_E_NULL, "out.data", "null", (a.out.data = NULL, a.final_state = (gdn_states){0}));
   BAD(GDN_E_NULL, "initial_state.data", "null", a.initial_state.data = NULL);
   BAD(GDN_E_NULL, "final_state.data", "null", a.final_state.data = NULL);
   BAD_PREFILL(GDN_E_NULL, "cu_seqlens", "null", a.cu_seqlens = NULL);
@@ -105,17 +107,17 @@ static void errors_null_pointers_are_named(void **state) {
 static void errors_flags_options_and_types_are_named(void **state) {
   (void)state;
   TWO_CALLS();
-  BAD(GDN_E_FLAGS, "flags", "0x3", a.flags = 3);
+  BAD(GDN_E_FLAGS, "flags", "0x5", a.flags = 5);
   BAD(GDN_E_FLAGS, "flags", "0x80000000", a.flags = 1u << 31);
   BAD_PREFILL(GDN_E_OPTION, "form", "3", a.form = 3);
   BAD_PREFILL(GDN_E_OPTION, "form", "-1", a.form = -1);
-  BAD(GDN_E_DTYPE, "q.dtype", "1", a.q.dtype = GDN_F32);
+  BAD(GDN_E_DTYPE, "q.dtype", "3", a.q.dtype = GDN_I32);
   BAD(GDN_E_DTYPE, "k.dtype", "99", a.k.dtype = 99);
   BAD(GDN_E_DTYPE, "v.dtype", "-1", a.v.dtype = -1);
   BAD(GDN_E_DTYPE, "g.dtype", "2", a.g.dtype = GDN_BF16);
   BAD(GDN_E_DTYPE, "beta.dtype", "3", a.beta.dtype = GDN_I32);
-  BAD(GDN_E_DTYPE, "out.dtype", "1", a.out.dtype = GDN_F32);
-  BAD(GDN_E_DTYPE, "initial_state.dtype", "2", a.initial_state.dtype = GDN_BF16);
+  BAD(GDN_E_DTYPE, "out.dtype", "4", a.out.dtype = GDN_I64);
+  BAD(GDN_E_DTYPE, "initial_state.dtype", "3", a.initial_state.dtype = GDN_I32);
   BAD(GDN_E_DTYPE, "final_state.dtype", "33", a.final_state.dtype = 33);
   BAD(GDN_E_DTYPE, "initial_state.rows_dtype", "1", a.initial_state.rows_dtype = GDN_F32);
   BAD(GDN_E_DTYPE, "final_state.rows_dtype", "2", a.final_state.rows_dtype = GDN_BF16);
@@ -240,7 +242,7 @@ static void errors_checkpoints_are_named(void **state) {
   BAD_CHECKPOINTS(GDN_E_SIZE, "checkpoint_every_n_tokens", "-2", a.checkpoint_every_n_tokens = -2);
   BAD_CHECKPOINTS(GDN_E_DTYPE, "checkpoint_cu_starts_dtype", "2", a.checkpoint_cu_starts_dtype = GDN_BF16);
   BAD_CHECKPOINTS(GDN_E_DTYPE, "prefix_lens_dtype", "2", (a.prefix_lens = starts, a.prefix_lens_dtype = GDN_BF16));
-  BAD_CHECKPOINTS(GDN_E_DTYPE, "checkpoints.dtype", "2", a.checkpoints.dtype = GDN_BF16);
+  BAD_CHECKPOINTS(GDN_E_DTYPE, "checkpoints.dtype", "4", a.checkpoints.dtype = GDN_I64);
   BAD_CHECKPOINTS(GDN_E_LENGTHS, "checkpoint_cu_starts", "4", a.checkpoint_cu_starts = wrong);
   BAD_CHECKPOINTS(GDN_E_LENGTHS, "checkpoint_cu_starts", "1", a.checkpoint_cu_starts = late);
   BAD_CHECKPOINTS(GDN_E_LENGTHS, "prefix_lens", "-1", a.prefix_lens = odd_prefix);
@@ -741,6 +743,98 @@ static void fork_child_gets_an_error_and_can_make_its_own(void **state) {
   check_free_all();
 }
 
+/* ---- no memory, no threads: in a child, whose limits are its own ---- */
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+
+/* No more address space than now and some bytes. */
+static void limit_memory(size_t spare_bytes) {
+  long pages = 0;
+  FILE *f = fopen("/proc/self/statm", "r");
+  if (f == NULL || fscanf(f, "%ld", &pages) != 1) _exit(99);
+  fclose(f);
+  struct rlimit limit = {0, 0};
+  limit.rlim_cur = limit.rlim_max = (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE) + spare_bytes;
+  if (setrlimit(RLIMIT_AS, &limit) != 0) _exit(98);
+}
+
+static int child_without_memory(void) {
+  enum { MANY = 1 << 20 };
+  gdn_ctx_args a = {.struct_size = sizeof a, .n_threads = 1, .pin = GDN_PIN_OFF};
+  gdn_ctx *own = NULL;
+  if (gdn_ctx_create(&a, &own) != GDN_OK) return 1;
+  struct batch *b = valid_batch(0);
+  int32_t *cu = check_alloc(sizeof *cu * (MANY + 1)), *rows = check_alloc(sizeof *rows * MANY);
+  for (int i = 0; i <= MANY; i++) cu[i] = i < N_TOKENS ? i : N_TOKENS;
+  for (int i = 0; i < MANY; i++) rows[i] = -1;
+  gdn_prefill_args call = b->args;
+  call.n_seqs = MANY;
+  call.cu_seqlens = cu;
+  call.initial_state.rows = call.final_state.rows = rows;
+  if (gdn_prefill(own, &b->args) != GDN_OK) return 5; /* scratch of that shape is there from now on */
+  batch_reset(b);
+  limit_memory(1 << 20);
+  if (gdn_prefill(own, &call) != GDN_E_NOMEM || strstr(gdn_last_error(), "1048576") == NULL) return 2;
+  if (!check_is_poison(b->args.out.data, (size_t)b->out_elems * 2)) return 3;
+  if (gdn_prefill(own, &b->args) != GDN_OK) return 4; /* the context is as good as before */
+  gdn_ctx_destroy(own);
+  return 0;
+}
+
+static int child_without_threads(void) {
+  gdn_ctx_args a = {.struct_size = sizeof a, .n_threads = 4000, .pin = GDN_PIN_OFF};
+  gdn_ctx *own = NULL;
+  limit_memory((size_t)64 << 20);
+  gdn_status status = gdn_ctx_create(&a, &own);
+  if (status != GDN_E_THREADS && status != GDN_E_NOMEM) return 1;
+  if (own != NULL || strstr(gdn_last_error(), "4000") == NULL) return 2;
+  a.n_threads = 1;
+  if (gdn_ctx_create(&a, &own) != GDN_OK) return 3;
+  gdn_ctx_destroy(own);
+  return 0;
+}
+
+static void expect_child(int (*fn)(void)) {
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    alarm(30);
+    _exit(fn());
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) {
+    check_fail("child: %s %d", WIFEXITED(status) ? "check" : "signal",
+               WIFEXITED(status) ? WEXITSTATUS(status) : WTERMSIG(status));
+  }
+}
+
+static void limits_no_memory_is_an_error(void **state) {
+  (void)state;
+  check_case("no_memory");
+  expect_child(child_without_memory);
+}
+
+static void limits_no_threads_is_an_error(void **state) {
+  (void)state;
+  check_case("no_threads");
+  expect_child(child_without_threads);
+}
+
+#else
+
+static void limits_no_memory_is_an_error(void **state) {
+  (void)state;
+  check_skip("no memory", "a sanitizer needs its own");
+}
+
+static void limits_no_threads_is_an_error(void **state) {
+  (void)state;
+  check_skip("no threads", "a sanitizer needs its own memory");
+}
+
+#endif
+
 /* ---- texts ---- */
 
 static void texts_every_status_has_its_name(void **state) {
@@ -832,6 +926,8 @@ int main(void) {
       TEST(threads_calls_on_one_context_take_turns),
       TEST(threads_run_calls_every_worker_once),
       TEST(fork_child_gets_an_error_and_can_make_its_own),
+      TEST(limits_no_memory_is_an_error),
+      TEST(limits_no_threads_is_an_error),
       TEST(texts_every_status_has_its_name),
       TEST(texts_a_thread_starts_without_an_error),
   };

@@ -13,6 +13,8 @@
 #include <cmocka.h>
 
 #include "check.h"
+#include "inputs.h"
+#include "oracle.h"
 #include "kernels/gemm.h"
 #include "kernels/kernels.h"
 #include "platform.h"
@@ -135,6 +137,40 @@ static float *caller_state(int n_cols, int dim_k, int odd) {
 
 /* ---- rows, gates, states: against their definitions, ref too ---- */
 
+#define N_F16 65536
+
+/* Every float16 there is. */
+static void load_every_f16(struct kcase *c) {
+  uint16_t *src = check_alloc(N_F16 * sizeof *src);
+  float *got = alloc_f32(N_F16);
+  for (int i = 0; i < N_F16; i++) src[i] = (uint16_t)i;
+  c->tier->load_rows(N_F16 / 32, 32, (struct gdn_rows){src, 32, GDN_ROWS_F16}, got, 32);
+  for (int i = 0; i < N_F16; i++) {
+    double want = oracle_number(src, i, GDN_F16);
+    if (isnan(want) ? !isnan(got[i]) : got[i] != want) check_fail("f16 %#x became %g", i, (double)got[i]);
+  }
+}
+
+/* Every float16, the ties between neighbours, and the floats beside those. */
+static void store_every_f16(struct kcase *c) {
+  uint16_t *all = check_alloc(N_F16 * sizeof *all), *got = check_alloc(N_F16 * sizeof *got), want;
+  float *src = alloc_f32(N_F16);
+  for (int i = 0; i < N_F16; i++) all[i] = (uint16_t)i;
+  for (int kind = 0; kind < 4; kind++) {
+    for (int i = 0; i < N_F16; i++) {
+      double x = oracle_number(all, i, GDN_F16), next = oracle_number(all, (i + 1) % N_F16, GDN_F16);
+      double tie = isinf(next) ? copysign(65520, x) : (x + next) / 2;
+      src[i] = kind == 0 ? (float)x : kind == 1 ? (float)tie : nextafterf((float)tie, kind == 2 ? 1e9f : -1e9f);
+    }
+    c->tier->store_rows(N_F16 / 32, 32, src, 32, (struct gdn_rows_out){got, 32, GDN_ROWS_F16});
+    for (int i = 0; i < N_F16; i++) {
+      inputs_put(&want, 0, GDN_F16, src[i]);
+      if (isnan(src[i]) ? !isnan(oracle_number(got, i, GDN_F16)) : got[i] != want)
+        check_fail("%.9g became f16 %#x instead of %#x", (double)src[i], got[i], want);
+    }
+  }
+}
+
 static void check_load_rows(struct kcase *c) {
   for (int32_t dtype = GDN_ROWS_F32; dtype <= GDN_ROWS_BF16; dtype++) {
     struct gdn_rows src = random_rows(&c->rng, c->n, c->K, 3, dtype, -2, 2);
@@ -150,6 +186,7 @@ static void check_load_rows(struct kcase *c) {
     }
     BENCH(c, c->ref->load_rows(c->n, c->K, src, got, c->K), c->tier->load_rows(c->n, c->K, src, got, c->K));
   }
+  if (c->n == 1) load_every_f16(c);
 }
 
 static void norm_rows_case(struct kcase *c, int32_t dtype, int l2norm) {
@@ -230,6 +267,12 @@ static void check_exp(const char *what, double got, double x) {
 static const float gate_values[] = {0,     -INFINITY, -90,    -26,     -110, -1000, 0.01f,  3,     -0.0f,
                                     -88.f, NAN,       -87.3f, -103.9f, 80.f, 88.f,  -1e-9f, 1e-9f, -3e38f};
 
+static void run_gates(const struct gdn_kernels *k, int n, struct gdn_rows g, struct gdn_rows beta, float *decay,
+                      float *beta_f32) {
+  struct gdn_gates a = {.n = n, .threshold = 20, .g = g, .beta = beta, .g_out = decay, .beta_out = beta_f32};
+  k->gates(&a);
+}
+
 static void gates_case(struct kcase *c, int with_g, int32_t beta_dtype) {
   struct gdn_rows none = {NULL, 0, GDN_ROWS_F32};
   struct gdn_rows g = random_rows(&c->rng, c->n, 1, 2, GDN_ROWS_F32, -4, 0);
@@ -239,18 +282,18 @@ static void gates_case(struct kcase *c, int with_g, int32_t beta_dtype) {
     if (i % 2 == 0 || c->n == 1) row_put(&g, i, 0, gate_values[(i / 2 + c->K / 32) % n_values]);
   }
   float *decay = alloc_f32(c->n), *beta_f32 = alloc_f32(c->n), *one = alloc_f32(2);
-  c->tier->gates(c->n, with_g ? g : none, beta, decay, beta_f32);
+  run_gates(c->tier, c->n, with_g ? g : none, beta, decay, beta_f32);
   for (int i = 0; i < c->n; i++) {
     check_exp("decay", decay[i], with_g ? (double)row_get(&g, i, 0) : 0);
     float want_beta = beta_dtype ? row_get(&beta, i, 0) : 1;
     if (beta_f32[i] != want_beta) check_fail("beta[%d] = %g instead of %g", i, (double)beta_f32[i], (double)want_beta);
     struct gdn_rows g_one = with_g ? g : none;
     if (with_g) g_one.data = (const float *)g.data + i * g.stride_elems;
-    c->tier->gates(1, g_one, none, one, one + 1);
+    run_gates(c->tier, 1, g_one, none, one, one + 1);
     if (!isnan(decay[i])) check_same_bits("a gate alone", decay + i, one, 4, 4);
   }
-  BENCH(c, c->ref->gates(c->n, with_g ? g : none, beta, decay, beta_f32),
-        c->tier->gates(c->n, with_g ? g : none, beta, decay, beta_f32));
+  BENCH(c, run_gates(c->ref, c->n, with_g ? g : none, beta, decay, beta_f32),
+        run_gates(c->tier, c->n, with_g ? g : none, beta, decay, beta_f32));
 }
 
 static void check_gates(struct kcase *c) {
@@ -292,36 +335,42 @@ static void check_store_rows(struct kcase *c) {
     }
     BENCH(c, c->ref->store_rows(c->n, c->V, src, ld, dst), c->tier->store_rows(c->n, c->V, src, ld, dst));
   }
+  if (c->n == 1) store_every_f16(c);
 }
 
 static int64_t panel_at(int K, int col, int i) {
   return ((int64_t)(col / GDN_PANEL) * K + i) * GDN_PANEL + col % GDN_PANEL;
 }
 
+/* A [V, K] float state. */
+static struct gdn_state_ref f32_rows(const struct kcase *c, const float *rows) {
+  return (struct gdn_state_ref){.data = (void *)(uintptr_t)rows, .stride_elems = c->K, .dtype = GDN_ROWS_F32};
+}
+
 static void check_state_load(struct kcase *c) {
   int64_t n_elems = (int64_t)c->V * c->K;
   float *rows = caller_state(c->V, c->K, c->n % 2), *panels = alloc_f32(n_elems);
   for (int64_t i = 0; i < n_elems; i++) rows[i] = (float)check_normal(&c->rng);
-  c->tier->state_load(c->V, c->K, rows, panels);
+  c->tier->state_load(c->V, c->K, f32_rows(c, rows), panels);
   for (int col = 0; col < c->V; col++) {
     for (int i = 0; i < c->K; i++) {
       if (panels[panel_at(c->K, col, i)] != rows[(int64_t)col * c->K + i]) check_fail("column %d, k %d", col, i);
     }
   }
-  BENCH(c, c->ref->state_load(c->V, c->K, rows, panels), c->tier->state_load(c->V, c->K, rows, panels));
+  BENCH(c, c->ref->state_load(c->V, c->K, f32_rows(c, rows), panels), c->tier->state_load(c->V, c->K, f32_rows(c, rows), panels));
 }
 
 static void check_state_store(struct kcase *c) {
   int64_t n_elems = (int64_t)c->V * c->K;
   float *rows = caller_state(c->V, c->K, c->n % 2), *panels = uniform_f32(&c->rng, n_elems, -1, 1);
-  c->tier->state_store(c->V, c->K, panels, rows);
+  c->tier->state_store(c->V, c->K, panels, f32_rows(c, rows));
   for (int col = 0; col < c->V; col++) {
     for (int i = 0; i < c->K; i++) {
       if (panels[panel_at(c->K, col, i)] != rows[(int64_t)col * c->K + i]) check_fail("column %d, k %d", col, i);
     }
   }
   if (c->n % 2 != 0 && !check_is_poison(rows + n_elems, 4)) check_fail("write after the last row");
-  BENCH(c, c->ref->state_store(c->V, c->K, panels, rows), c->tier->state_store(c->V, c->K, panels, rows));
+  BENCH(c, c->ref->state_store(c->V, c->K, panels, f32_rows(c, rows)), c->tier->state_store(c->V, c->K, panels, f32_rows(c, rows)));
 }
 
 /* ---- recurrent form ---- */
@@ -387,7 +436,7 @@ static void check_recur(struct kcase *c) {
   float *start = alloc_f32(n_state), *want = alloc_f32(n_state), *want_out = alloc_f32(n_out);
   float *state = alloc_f32(n_state), *out = alloc_f32(n_out);
   float *state_2 = alloc_f32(n_state), *out_2 = alloc_f32(n_out);
-  c->ref->state_load(c->V, c->K, t.state, start);
+  c->ref->state_load(c->V, c->K, f32_rows(c, t.state), start);
   memcpy(want, start, state_bytes);
   recur_slices(c->ref, c, &t, 32, 0, c->n, want_out, want);
   memcpy(state, start, state_bytes);
@@ -430,8 +479,8 @@ static void step(const struct gdn_kernels *k, const struct kcase *c, const struc
                               .beta = t->beta[i],
                               .v = t->v + (int64_t)i * c->V + col,
                               .out = out + col,
-                              .state_in = state_in != NULL ? state_in + offset : NULL,
-                              .state_out = state_out != NULL ? state_out + offset : NULL};
+                              .state_in = f32_rows(c, state_in != NULL ? state_in + offset : NULL),
+                              .state_out = f32_rows(c, state_out != NULL ? state_out + offset : NULL)};
   k->decode_step(&a);
 }
 
@@ -461,14 +510,14 @@ static void check_decode_step(struct kcase *c) {
   check_same_bits("zero state", pieces, state, state_bytes, 4);
 
   float *panels = alloc_f32(n_state), *all_out = alloc_f32((int64_t)c->n * c->V);
-  c->tier->state_load(c->V, c->K, t.state, panels);
+  c->tier->state_load(c->V, c->K, f32_rows(c, t.state), panels);
   recur_slices(c->tier, c, &t, c->tier->recur_cols, 0, c->n, all_out, panels);
   memcpy(pieces, t.state, state_bytes);
   for (int i = 0; i < c->n; i++) {
     step(c->tier, c, &t, i, 0, c->V, pieces, pieces, out);
     check_same_bits("out against recur", all_out + (int64_t)i * c->V, out, out_bytes, 4);
   }
-  c->tier->state_store(c->V, c->K, panels, state);
+  c->tier->state_store(c->V, c->K, panels, f32_rows(c, state));
   check_same_bits("state against recur", pieces, state, state_bytes, 4);
   BENCH(c, step(c->ref, c, &t, 0, 0, c->V, pieces, pieces, out), step(c->tier, c, &t, 0, 0, c->V, pieces, pieces, out));
 }
@@ -522,6 +571,9 @@ static struct gdn_chunk *make_chunk(const struct kcase *c, const struct chunk_da
   x->q = alloc_f32(C * K);
   x->k = alloc_f32(C * K);
   x->kt = alloc_f32(C * K);
+  x->q_mult = alloc_f32(C);
+  x->k_mult = alloc_f32(C);
+  x->decay = alloc_f32(C);
   x->kk = alloc_f32(C * C);
   x->qk = alloc_f32(C * C);
   x->gate_hi = alloc_f32(C);
@@ -536,7 +588,7 @@ static struct gdn_chunk *make_chunk(const struct kcase *c, const struct chunk_da
   x->state = alloc_f32(K * V);
   memcpy(x->state, d->state, (size_t)(K * V) * 4);
   x->state_op = alloc_f32(K * V);
-  x->resid = alloc_f32(C * V);
+  x->resid = check_alloc((size_t)(C * V) * 6);
   x->inter = alloc_f32(C * V);
   x->delta_f32 = alloc_f32(C * V);
   x->delta = alloc_f32(C * V);
@@ -573,8 +625,13 @@ static struct gdn_chunk *run_chunks(const struct kcase *c, const struct gdn_kern
   struct gdn_chunk *x = make_chunk(c, d, k != c->ref, out_dtype);
   struct gdn_rows_out all = x->out_rows;
   set_chunk(x, d, 0, FIRST_LEN);
+  x->next_n = c->n;
+  x->next_q = rows_from(d->q, FIRST_LEN);
+  x->next_k = rows_from(d->k, FIRST_LEN);
+  x->next_v = rows_from(d->v, FIRST_LEN);
   run_stages(k, x, width, 1, STATE);
   set_chunk(x, d, FIRST_LEN, c->n);
+  x->next_n = 0;
   x->out_rows.data = (char *)all.data + FIRST_LEN * all.stride_elems * elem_bytes(all.dtype);
   run_stages(k, x, width, 0, last);
   check_gaps(&all, FIRST_LEN + (last >= OUT ? c->n : 0), c->V);
