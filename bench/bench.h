@@ -21,11 +21,19 @@ struct bench_options {
   bool baseline;
   int32_t isa;  /* GDN_ISA_*, 0 = not asked for */
   int32_t form; /* GDN_FORM_* */
+  int32_t schedule; /* GDN_SCHEDULE_* */
+  int32_t versus;   /* GDN_ISA_* of a tier to be timed beside; 0 = none */
   int64_t threads;
+  const char *cpus; /* null = those of the affinity mask */
   double seconds;
   const char *lens;
   int64_t batch;
   int64_t heads, v_heads, dim_k, dim_v;
+  int64_t tokens;    /* of each sequence in a decode call */
+  int32_t state;     /* GDN_F32, GDN_BF16 or GDN_F16 */
+  int32_t layout;    /* GDN_LAYOUT_* */
+  bool raw_gates;
+  int64_t requests, prefix, suffix, steps, page_size, layers;
   char **dirs; /* [n_dirs] */
   int n_dirs;
 };
@@ -33,6 +41,8 @@ struct bench_options {
 int bench_run(const struct bench_options *o);
 int bench_prefill(const struct bench_options *o);
 int bench_decode(const struct bench_options *o);
+int bench_paged(const struct bench_options *o);
+int bench_latency(const struct bench_options *o);
 int bench_info(const struct bench_options *o);
 
 /* Prints "gdn-bench: ..." to stderr and returns BENCH_UNABLE. */

@@ -26,8 +26,14 @@ struct choice {
 };
 
 static const struct choice isa_choices[] = {
-    {"ref", GDN_ISA_REF}, {"avx2", GDN_ISA_AVX2}, {"avx512", GDN_ISA_AVX512}, {NULL, 0}};
+    {"ref", GDN_ISA_REF}, {"avx2", GDN_ISA_AVX2}, {"avx512", GDN_ISA_AVX512},
+    {"avx512bf16", GDN_ISA_AVX512BF16}, {"amx", GDN_ISA_AMX}, {NULL, 0}};
 static const struct choice form_choices[] = {{"recurrent", GDN_FORM_RECURRENT}, {"chunk", GDN_FORM_CHUNK}, {NULL, 0}};
+
+static const struct choice schedule_choices[] = {
+    {"lanes", GDN_SCHEDULE_LANES}, {"windows", GDN_SCHEDULE_WINDOWS}, {NULL, 0}};
+static const struct choice state_choices[] = {{"f32", GDN_F32}, {"bf16", GDN_BF16}, {"f16", GDN_F16}, {NULL, 0}};
+static const struct choice layout_choices[] = {{"vk", GDN_LAYOUT_VK}, {"kv", GDN_LAYOUT_KV}, {NULL, 0}};
 
 struct option {
   const char *name; /* without the dashes */
@@ -48,8 +54,9 @@ struct option {
    0,                                                                                                                  \
    isa_choices,                                                                                                        \
    "TIER",                                                                                                             \
-   "instruction set: ref, avx2 or avx512; default the highest available"},                                             \
-      {"threads", OPTION_COUNT, FIELD(threads), 4096, NULL, "N", "workers; default one per physical core"}, {          \
+   "instruction set: ref, avx2, avx512, avx512bf16 or amx; default the highest available"},                                             \
+      {"threads", OPTION_COUNT, FIELD(threads), 4096, NULL, "N", "workers; default one per physical core"},            \
+      {"cpus", OPTION_TEXT, FIELD(cpus), 0, NULL, "LIST", "cpus to use, as 0-3,8; default the affinity mask"}, {       \
     "json", OPTION_FLAG, FIELD(json), 0, NULL, NULL, "one JSON document instead of text"                               \
   }
 #define OPTION_FORM                                                                                                    \
@@ -69,12 +76,33 @@ static const struct option prefill_options[] = {
     {"lens", OPTION_TEXT, FIELD(lens), 0, NULL, "LENS", "sequences: 4096, or 512x8 for eight of 512, or 37,64,100"},
     OPTIONS_SHAPE,
     OPTION_FORM,
+    {"schedule", OPTION_CHOICE, FIELD(schedule), 0, schedule_choices, "SCHEDULE", "lanes or windows, of the chunk form"},
+    {"versus", OPTION_CHOICE, FIELD(versus), 0, isa_choices, "TIER", "also time this tier on the same threads"},
     {"baseline", OPTION_FLAG, FIELD(baseline), 0, NULL, NULL, "also time the other form and a plain C recurrence"},
     OPTIONS_COMMON,
     OPTIONS_END};
 static const struct option decode_options[] = {
-    {"batch", OPTION_COUNT, FIELD(batch), 1 << 24, NULL, "B", "sequences, one token each; default 64"},
+    {"batch", OPTION_COUNT, FIELD(batch), 1 << 24, NULL, "B", "sequences; default 64"},
+    {"tokens", OPTION_COUNT, FIELD(tokens), GDN_DECODE_TOKENS_MAX, NULL, "T", "tokens of each sequence; default 1"},
+    {"state", OPTION_CHOICE, FIELD(state), 0, state_choices, "DTYPE", "states as f32, bf16 or f16; default f32"},
+    {"layout", OPTION_CHOICE, FIELD(layout), 0, layout_choices, "LAYOUT", "states as vk or kv; default vk"},
+    {"raw-gates", OPTION_FLAG, FIELD(raw_gates), 0, NULL, NULL, "gates from a, b, A_log and dt_bias inside the call"},
     OPTIONS_SHAPE,
+    OPTIONS_COMMON,
+    OPTIONS_END};
+static const struct option paged_options[] = {
+    {"requests", OPTION_COUNT, FIELD(requests), 1 << 20, NULL, "B", "requests that share a prefix; default 8"},
+    {"prefix", OPTION_COUNT, FIELD(prefix), 1 << 24, NULL, "P", "tokens of the shared prefix; default 2048"},
+    {"suffix", OPTION_COUNT, FIELD(suffix), 1 << 24, NULL, "S", "tokens of each request's own; default 128"},
+    {"steps", OPTION_COUNT, FIELD(steps), 1 << 20, NULL, "N", "decode steps after them; default 16"},
+    {"page-size", OPTION_COUNT, FIELD(page_size), 1 << 24, NULL, "N", "tokens of a page, 64 n; default 256"},
+    {"layers", OPTION_COUNT, FIELD(layers), 4096, NULL, "N", "layers that use a step's slots; default 48"},
+    OPTIONS_SHAPE,
+    OPTION_FORM,
+    OPTIONS_COMMON,
+    OPTIONS_END};
+static const struct option latency_options[] = {
+    {"seconds", OPTION_SECONDS, FIELD(seconds), 3600, NULL, "S", "time to spend on runs; default 2"},
     OPTIONS_COMMON,
     OPTIONS_END};
 static const struct option info_options[] = {OPTIONS_COMMON, OPTIONS_END};
@@ -96,10 +124,19 @@ static const struct command commands[] = {
     {"prefill", NULL, prefill_options, bench_prefill, "time chunked prefill against the machine's limit",
      "efficiency is limit / median, both taken interleaved. The limit is the time that the recurrent form's "
      "operations,\n"
-     "8 K V per token and value head, take at the rate of libxsmm's f32 64 x 128 x 128 product on the same threads."},
+     "8 K V per token and value head, take at the rate of libxsmm's f32 64 x 128 x 128 product on the same threads; for\n"
+     "the chunk form on AMX it is the time of the call's own tile products, back to back, operands in cache."},
     {"decode", NULL, decode_options, bench_decode, "time one decode step against memory bandwidth",
      "efficiency is the time of a plain read-modify-write sweep over the same states on the same threads, over the\n"
-     "time of the call. Rates count every byte of state twice: read and written."},
+     "time of the call. Rates count every byte of state twice: read and written. Of several tokens the call is a\n"
+     "verify, which writes no state; one_token and commit are then timed with it."},
+    {"paged", NULL, paged_options, bench_paged, "time requests that share a prefix, on a paged pool of states",
+     "speedup is the prefill that recomputes the prefix over the one that starts from its full pages. Both are one\n"
+     "layer's, with ready slots. Then both sides decode, and all outputs and pages are compared: exit status 1 if a\n"
+     "bit differs. slots_us is the time to make the rows of the prefill, once for all layers."},
+    {"latency", NULL, latency_options, bench_latency, "time calls without work: checks, hand-over, waking the workers",
+     "Figures are of one call, taken in rows of 100, but for those with workers asleep, where each call comes 1 ms\n"
+     "after the last. Without --threads, for one worker and for all."},
     {"info", NULL, info_options, bench_info, "tell processor, tiers, chosen tier, threads and versions", NULL},
 };
 
@@ -255,6 +292,10 @@ static int parse_options(const struct command *c, char **args, struct bench_opti
 
 int bench_open(const struct bench_options *o, struct bench_session *s) {
   gdn_ctx_args args = {.struct_size = sizeof args, .n_threads = (int32_t)o->threads, .isa = o->isa};
+  if (o->cpus) {
+    args.place = GDN_PLACE_CPU_LIST;
+    args.cpu_list = o->cpus;
+  }
   memset(s, 0, sizeof *s);
   int status = bench_check(gdn_ctx_create(&args, &s->ctx), "gdn_ctx_create");
   if (status != BENCH_OK) {
@@ -347,7 +388,7 @@ static void cap_products(const struct bench_options *o, char **argv) {
       isa = c->value;
     }
   }
-  if (isa == GDN_ISA_DEFAULT || getenv(TARGET_VARIABLE)) {
+  if (isa == GDN_ISA_DEFAULT || isa > GDN_ISA_AVX512 || getenv(TARGET_VARIABLE)) {
     return;
   }
   if (setenv(TARGET_VARIABLE, targets[isa], 1) == 0) {
@@ -366,7 +407,8 @@ static const struct command *find_command(const char *name) {
 
 static int run_command(const struct command *c, int argc, char **argv) {
   struct bench_options o = {
-      .seconds = 2, .lens = "4096", .batch = 64, .heads = 16, .v_heads = 32, .dim_k = 128, .dim_v = 128};
+      .seconds = 2, .lens = "4096", .batch = 64, .tokens = 1, .state = GDN_F32, .layout = GDN_LAYOUT_VK, .heads = 16, .v_heads = 32, .dim_k = 128, .dim_v = 128,
+      .requests = 8, .prefix = 2048, .suffix = 128, .steps = 16, .page_size = 256, .layers = 48};
   o.dirs = calloc((size_t)argc, sizeof *o.dirs);
   if (!o.dirs) {
     return bench_error("out of memory for %d arguments", argc);

@@ -95,6 +95,9 @@ static int run_rounds(struct measure_case *cases, int n_cases, double seconds, c
       shown = spent;
     }
     for (int i = 0; i < n_cases; i++) {
+      if (!cases[i].run) {
+        continue;
+      }
       int status = time_calls(&cases[i], cases[i].stats.calls_per_run, &samples[i * RUNS_MAX + *n_runs]);
       if (status != 0) {
         return status;
@@ -112,7 +115,7 @@ int measure_interleaved(struct measure_case *cases, int n_cases, double seconds,
   int status = 0;
   measure_progress("%s: warming up", label);
   for (int i = 0; i < n_cases && status == 0; i++) {
-    status = warm_up(&cases[i]);
+    status = cases[i].run ? warm_up(&cases[i]) : 0;
   }
   int64_t n_runs = 0;
   if (status == 0) {
@@ -120,6 +123,9 @@ int measure_interleaved(struct measure_case *cases, int n_cases, double seconds,
   }
   measure_progress_clear();
   for (int i = 0; i < n_cases && status == 0; i++) {
+    if (!cases[i].run) {
+      continue;
+    }
     double *sorted = samples + (int64_t)i * RUNS_MAX;
     qsort(sorted, (size_t)n_runs, sizeof *sorted, compare_doubles);
     cases[i].stats.runs = n_runs;

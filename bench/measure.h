@@ -13,7 +13,7 @@ struct measure_stats {
 
 /* One of the things timed against each other. run returns 0, or an exit status that ends the measurement. */
 struct measure_case {
-  int (*run)(void *arg);
+  int (*run)(void *arg); /* null: left out */
   void *arg;
   struct measure_stats stats; /* result */
 };

@@ -10,6 +10,7 @@
 
 #include "kernels/gemm.h"
 #include "measure.h"
+#include "tiles.h"
 
 #define SEQS_MAX (1 << 24)
 
@@ -144,11 +145,12 @@ static int call_run(void *arg) {
   return bench_check(gdn_prefill(c->ctx, &c->args), "gdn_prefill");
 }
 
-static struct call make_call(const struct bench_batch *b, gdn_ctx *ctx, int32_t form) {
+static struct call make_call(const struct bench_batch *b, gdn_ctx *ctx, int32_t form, int32_t schedule) {
   struct call c = {.ctx = ctx,
                    .args = {.struct_size = sizeof c.args,
                             .flags = GDN_L2NORM_QK,
                             .form = form,
+                            .schedule = schedule,
                             .n_seqs = b->n_seqs,
                             .n_tokens = b->n_tokens,
                             .n_heads_k = b->heads,
@@ -169,22 +171,27 @@ static struct call make_call(const struct bench_batch *b, gdn_ctx *ctx, int32_t 
 
 /* ---- one measurement and its report ---- */
 
-enum { CASE_CALL, CASE_PRODUCTS, CASE_PLAIN, CASE_OTHER_FORM, N_CASES };
+enum { CASE_CALL, CASE_PRODUCTS, CASE_TILES, CASE_PEAK, CASE_VERSUS, CASE_PLAIN, CASE_OTHER_FORM, N_CASES };
 
 struct prefill {
   const struct bench_options *options;
   struct bench_session session;
   struct bench_batch batch;
   struct products products;
+  struct tiles *tiles; /* null unless the call is one of tile products */
   struct plain *plain;
-  struct call call, other;
+  struct bench_session against; /* the context of --versus */
+  struct call call, other, versus;
   int32_t form, other_form; /* which the two calls take */
   double plain_rel_l2;      /* plain C against the call */
   uint64_t scratch_bytes;   /* after the calls of the default or asked form only */
-  struct measure_case cases[N_CASES];
+  struct measure_case cases[N_CASES]; /* of which run is null where a case is not asked for */
 };
 
 static double limit_us(const struct prefill *p) {
+  if (p->tiles) {
+    return p->cases[CASE_TILES].stats.median_us;
+  }
   double flops = PRODUCT_FLOPS * (double)p->products.n;
   return p->cases[CASE_PRODUCTS].stats.median_us * call_flops(&p->batch) / flops;
 }
@@ -231,13 +238,23 @@ static int prepare(struct prefill *p) {
   if (status != BENCH_OK) {
     return status;
   }
-  p->call = make_call(b, ctx, o->form);
+  p->call = make_call(b, ctx, o->form, o->schedule);
   status = bench_check(gdn_prefill_form(ctx, &p->call.args, &p->form), "gdn_prefill");
   if (status == BENCH_OK) {
     status = products_create(&p->products, &p->session, b);
   }
+  if (status == BENCH_OK && p->form == GDN_FORM_CHUNK && strcmp(p->session.info.isa, "amx") == 0) {
+    p->tiles = tiles_create(b, ctx, p->session.info.n_threads);
+    status = p->tiles ? BENCH_OK : bench_error("out of memory for reference products");
+  }
+  if (status == BENCH_OK && o->versus) {
+    struct bench_options against = *o;
+    against.isa = o->versus;
+    status = bench_open(&against, &p->against);
+    p->versus = make_call(b, p->against.ctx, GDN_FORM_DEFAULT, o->schedule);
+  }
   p->other_form = p->form == GDN_FORM_CHUNK ? GDN_FORM_RECURRENT : GDN_FORM_CHUNK;
-  p->other = make_call(b, ctx, p->other_form);
+  p->other = make_call(b, ctx, p->other_form, o->schedule);
   if (status == BENCH_OK && o->baseline) {
     p->plain = plain_create(b, ctx, p->session.info.isa, p->session.info.n_threads);
     status = p->plain ? compare_plain(p) : bench_error("out of memory for the plain C recurrence");
@@ -248,12 +265,21 @@ static int prepare(struct prefill *p) {
 static int measure(struct prefill *p) {
   p->cases[CASE_CALL] = (struct measure_case){.run = call_run, .arg = &p->call};
   p->cases[CASE_PRODUCTS] = (struct measure_case){.run = products_run, .arg = &p->products};
-  p->cases[CASE_PLAIN] = (struct measure_case){.run = plain_run, .arg = p->plain};
-  p->cases[CASE_OTHER_FORM] = (struct measure_case){.run = call_run, .arg = &p->other};
+  if (p->tiles) {
+    p->cases[CASE_TILES] = (struct measure_case){.run = tiles_products_run, .arg = p->tiles};
+    p->cases[CASE_PEAK] = (struct measure_case){.run = tiles_peak_run, .arg = p->tiles};
+  }
+  if (p->options->versus) {
+    p->cases[CASE_VERSUS] = (struct measure_case){.run = call_run, .arg = &p->versus};
+  }
+  if (p->options->baseline) {
+    p->cases[CASE_PLAIN] = (struct measure_case){.run = plain_run, .arg = p->plain};
+    p->cases[CASE_OTHER_FORM] = (struct measure_case){.run = call_run, .arg = &p->other};
+  }
   int status = call_run(&p->call);
   p->scratch_bytes = bench_scratch_bytes(&p->session);
   if (status == BENCH_OK) {
-    status = measure_interleaved(p->cases, p->options->baseline ? N_CASES : CASE_PLAIN, p->options->seconds, "prefill");
+    status = measure_interleaved(p->cases, N_CASES, p->options->seconds, "prefill");
   }
   return status;
 }
@@ -269,6 +295,37 @@ static void stats_json(struct json *j, const struct prefill *p, int which) {
     json_number(j, "tokens_per_s", (double)p->batch.n_tokens / s->median_us * 1e6);
     json_number(j, "efficiency", limit_us(p) / s->median_us);
   }
+}
+
+static double peak_tflops(const struct prefill *p) {
+  return tiles_peak_flops(p->tiles) / p->cases[CASE_PEAK].stats.median_us * 1e-6;
+}
+
+static double peak_fraction(const struct prefill *p) {
+  return tiles_nominal_flops(&p->batch) / p->cases[CASE_CALL].stats.median_us * 1e-6 / peak_tflops(p);
+}
+
+static void tiles_json(struct json *j, const struct prefill *p) {
+  if (!p->tiles) {
+    json_null(j, "peak_tflops");
+    json_null(j, "peak_fraction");
+    return;
+  }
+  json_number(j, "peak_tflops", peak_tflops(p));
+  json_number(j, "peak_fraction", peak_fraction(p));
+}
+
+static void versus_json(struct json *j, const struct prefill *p) {
+  if (!p->options->versus) {
+    json_null(j, "versus");
+    return;
+  }
+  const struct measure_stats *s = &p->cases[CASE_VERSUS].stats;
+  json_begin_object(j, "versus");
+  json_string(j, "isa", p->against.info.isa);
+  json_number(j, "median_us", s->median_us);
+  json_number(j, "speedup", s->median_us / p->cases[CASE_CALL].stats.median_us);
+  json_end_object(j);
 }
 
 static void baseline_json(struct json *j, const struct prefill *p) {
@@ -310,6 +367,9 @@ static void print_json(const struct prefill *p) {
   json_bool(&j, "form_is_default", p->options->form == GDN_FORM_DEFAULT);
   stats_json(&j, p, CASE_CALL);
   json_number(&j, "limit_us", limit_us(p));
+  json_string(&j, "limit_is", p->tiles ? "the call's tile products" : "the recurrent form's operations as f32 products");
+  tiles_json(&j, p);
+  versus_json(&j, p);
   json_int(&j, "scratch_bytes", (int64_t)p->scratch_bytes);
   json_begin_object(&j, "limit");
   json_string(&j, "product", "f32 64 x 128 x 128");
@@ -349,12 +409,22 @@ static int print_text(const struct prefill *p) {
   table_begin(&t, 7, headers);
   snprintf(name, sizeof name, "%s form%s", bench_form_name(p->form), p->options->form ? "" : " (default)");
   table_row(&t, p, CASE_CALL, name);
+  if (p->options->versus) {
+    snprintf(name, sizeof name, "tier %s", p->against.info.isa);
+    table_row(&t, p, CASE_VERSUS, name);
+  }
   if (p->options->baseline) {
     snprintf(name, sizeof name, "%s form", bench_form_name(p->other_form));
     table_row(&t, p, CASE_OTHER_FORM, name);
     table_row(&t, p, CASE_PLAIN, "plain C recurrence");
   }
   bool complete = table_end(&t, stdout);
+  if (p->tiles) {
+    printf("\nlimit %.1f us: the call's products on tiles alone, operands in cache; %.2f of the peak, %.2f TFLOP/s\n"
+           "scratch %s bytes\n",
+           limit_us(p), peak_fraction(p), peak_tflops(p), report_grouped((int64_t)p->scratch_bytes, grouped));
+    return complete ? BENCH_OK : bench_error("out of memory for the table");
+  }
   printf("\nlimit %.1f us: 8 K V operations per token and value head at the rate of %s f32 products, %.1f GFLOP/s "
          "(target %s)\nscratch %s bytes\n",
          limit_us(p), p->products.gemm.jit ? "libxsmm's" : "plain loops'",
@@ -375,6 +445,8 @@ int bench_prefill(const struct bench_options *o) {
     status = print_text(&p);
   }
   plain_destroy(p.plain);
+  tiles_destroy(p.tiles);
+  bench_close(&p.against);
   free(p.products.operands);
   batch_destroy(&p.batch);
   bench_close(&p.session);

@@ -562,6 +562,14 @@ static bool within(double out, double state, struct bounds bounds) {
   return out <= bounds.out && state <= bounds.state; /* false for NaN */
 }
 
+/* Whether prefill computes in bf16: the chunk form of the tiers above avx512. */
+static bool bf16_form(const struct bench_session *s, const struct golden *c, const struct buffers *b, int32_t form) {
+  const gdn_prefill_args args = prefill_args(c, b, form);
+  int32_t taken = GDN_FORM_RECURRENT;
+  bool tier = strcmp(s->info.isa, "amx") == 0 || strcmp(s->info.isa, "avx512bf16") == 0;
+  return tier && gdn_prefill_form(s->ctx, &args, &taken) == GDN_OK && taken == GDN_FORM_CHUNK;
+}
+
 static int check_case(const struct bench_session *s, const struct golden *c, int32_t form, struct result *r) {
   struct buffers b = {0};
   int status = alloc_buffers(&b, c);
@@ -577,7 +585,7 @@ static int check_case(const struct bench_session *s, const struct golden *c, int
   if (status == BENCH_OK) {
     r->decode_out_rel_l2 = out_error(&b, c);
     r->decode_state_rel_l2 = state_error(b.states, c, FILE_FINAL);
-    struct bounds bounds = strcmp(s->info.isa, "amx") == 0 ? bf16_bounds : f32_bounds;
+    struct bounds bounds = bf16_form(s, c, &b, form) ? bf16_bounds : f32_bounds;
     r->pass = within(r->out_rel_l2, r->state_rel_l2, bounds) &&
               (!is_paged(c) || r->checkpoint_rel_l2 <= bounds.state) &&
               within(r->decode_out_rel_l2, r->decode_state_rel_l2, f32_bounds);

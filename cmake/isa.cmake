@@ -27,6 +27,7 @@ function(gdn_tier name)
   else()
     set(GDN_BUILDS_${TIER_NAME} TRUE)
   endif()
+  set(GDN_FILES_${name} ${TIER_FILES} PARENT_SCOPE) # built or not: tests emulate them
   if(GDN_BUILDS_${TIER_NAME})
     set(GDN_TIERS ${GDN_TIERS} ${name} PARENT_SCOPE)
     set(GDN_FLAGS_${TIER_NAME} ${TIER_FLAGS} PARENT_SCOPE)
