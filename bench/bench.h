@@ -19,8 +19,8 @@ enum {
 struct bench_options {
   bool json;
   bool baseline;
-  int32_t isa;  /* GDN_ISA_*, 0 = not asked for */
-  int32_t form; /* GDN_FORM_* */
+  int32_t isa;      /* GDN_ISA_*, 0 = not asked for */
+  int32_t form;     /* GDN_FORM_* */
   int32_t schedule; /* GDN_SCHEDULE_* */
   int32_t versus;   /* GDN_ISA_* of a tier to be timed beside; 0 = none */
   int64_t threads;
@@ -29,9 +29,9 @@ struct bench_options {
   const char *lens;
   int64_t batch;
   int64_t heads, v_heads, dim_k, dim_v;
-  int64_t tokens;    /* of each sequence in a decode call */
-  int32_t state;     /* GDN_F32, GDN_BF16 or GDN_F16 */
-  int32_t layout;    /* GDN_LAYOUT_* */
+  int64_t tokens; /* of each sequence in a decode call */
+  int32_t state;  /* GDN_F32, GDN_BF16 or GDN_F16 */
+  int32_t layout; /* GDN_LAYOUT_* */
   bool raw_gates;
   int64_t requests, prefix, suffix, steps, page_size, layers;
   char **dirs; /* [n_dirs] */

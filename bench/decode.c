@@ -269,11 +269,12 @@ static int print_text(const struct decode *d) {
                                       [CASE_COMMIT] = "commit of all tokens"};
   const struct bench_batch *b = &d->batch;
   bench_conditions_print(&d->session);
-  printf("decode of %lld sequence%s, tokens %lld, heads %d, value heads %d, K %d, V %d: %.1f MB of %s states, layout %s, "
-         "gates %s\n\n",
-         (long long)b->n_seqs, b->n_seqs == 1 ? "" : "s", (long long)d->options->tokens, b->heads, b->v_heads, b->dim_k,
-         b->dim_v, (double)state_bytes(d) * 1e-6, state_name(d), d->options->layout == GDN_LAYOUT_KV ? "kv" : "vk",
-         d->options->raw_gates ? "raw" : "given");
+  printf(
+      "decode of %lld sequence%s, tokens %lld, heads %d, value heads %d, K %d, V %d: %.1f MB of %s states, layout %s, "
+      "gates %s\n\n",
+      (long long)b->n_seqs, b->n_seqs == 1 ? "" : "s", (long long)d->options->tokens, b->heads, b->v_heads, b->dim_k,
+      b->dim_v, (double)state_bytes(d) * 1e-6, state_name(d), d->options->layout == GDN_LAYOUT_KV ? "kv" : "vk",
+      d->options->raw_gates ? "raw" : "given");
   struct table t;
   table_begin(&t, 6, headers);
   for (int i = 0; i < d->n_cases; i++) {

@@ -25,9 +25,9 @@ struct choice {
   int32_t value;
 };
 
-static const struct choice isa_choices[] = {
-    {"ref", GDN_ISA_REF}, {"avx2", GDN_ISA_AVX2}, {"avx512", GDN_ISA_AVX512},
-    {"avx512bf16", GDN_ISA_AVX512BF16}, {"amx", GDN_ISA_AMX}, {NULL, 0}};
+static const struct choice isa_choices[] = {{"ref", GDN_ISA_REF},       {"avx2", GDN_ISA_AVX2},
+                                            {"avx512", GDN_ISA_AVX512}, {"avx512bf16", GDN_ISA_AVX512BF16},
+                                            {"amx", GDN_ISA_AMX},       {NULL, 0}};
 static const struct choice form_choices[] = {{"recurrent", GDN_FORM_RECURRENT}, {"chunk", GDN_FORM_CHUNK}, {NULL, 0}};
 
 static const struct choice schedule_choices[] = {
@@ -54,7 +54,7 @@ struct option {
    0,                                                                                                                  \
    isa_choices,                                                                                                        \
    "TIER",                                                                                                             \
-   "instruction set: ref, avx2, avx512, avx512bf16 or amx; default the highest available"},                                             \
+   "instruction set: ref, avx2, avx512, avx512bf16 or amx; default the highest available"},                            \
       {"threads", OPTION_COUNT, FIELD(threads), 4096, NULL, "N", "workers; default one per physical core"},            \
       {"cpus", OPTION_TEXT, FIELD(cpus), 0, NULL, "LIST", "cpus to use, as 0-3,8; default the affinity mask"}, {       \
     "json", OPTION_FLAG, FIELD(json), 0, NULL, NULL, "one JSON document instead of text"                               \
@@ -76,7 +76,8 @@ static const struct option prefill_options[] = {
     {"lens", OPTION_TEXT, FIELD(lens), 0, NULL, "LENS", "sequences: 4096, or 512x8 for eight of 512, or 37,64,100"},
     OPTIONS_SHAPE,
     OPTION_FORM,
-    {"schedule", OPTION_CHOICE, FIELD(schedule), 0, schedule_choices, "SCHEDULE", "lanes or windows, of the chunk form"},
+    {"schedule", OPTION_CHOICE, FIELD(schedule), 0, schedule_choices, "SCHEDULE",
+     "lanes or windows, of the chunk form"},
     {"versus", OPTION_CHOICE, FIELD(versus), 0, isa_choices, "TIER", "also time this tier on the same threads"},
     {"baseline", OPTION_FLAG, FIELD(baseline), 0, NULL, NULL, "also time the other form and a plain C recurrence"},
     OPTIONS_COMMON,
@@ -124,7 +125,8 @@ static const struct command commands[] = {
     {"prefill", NULL, prefill_options, bench_prefill, "time chunked prefill against the machine's limit",
      "efficiency is limit / median, both taken interleaved. The limit is the time that the recurrent form's "
      "operations,\n"
-     "8 K V per token and value head, take at the rate of libxsmm's f32 64 x 128 x 128 product on the same threads; for\n"
+     "8 K V per token and value head, take at the rate of libxsmm's f32 64 x 128 x 128 product on the same threads; "
+     "for\n"
      "the chunk form on AMX it is the time of the call's own tile products, back to back, operands in cache."},
     {"decode", NULL, decode_options, bench_decode, "time one decode step against memory bandwidth",
      "efficiency is the time of a plain read-modify-write sweep over the same states on the same threads, over the\n"
@@ -406,9 +408,22 @@ static const struct command *find_command(const char *name) {
 }
 
 static int run_command(const struct command *c, int argc, char **argv) {
-  struct bench_options o = {
-      .seconds = 2, .lens = "4096", .batch = 64, .tokens = 1, .state = GDN_F32, .layout = GDN_LAYOUT_VK, .heads = 16, .v_heads = 32, .dim_k = 128, .dim_v = 128,
-      .requests = 8, .prefix = 2048, .suffix = 128, .steps = 16, .page_size = 256, .layers = 48};
+  struct bench_options o = {.seconds = 2,
+                            .lens = "4096",
+                            .batch = 64,
+                            .tokens = 1,
+                            .state = GDN_F32,
+                            .layout = GDN_LAYOUT_VK,
+                            .heads = 16,
+                            .v_heads = 32,
+                            .dim_k = 128,
+                            .dim_v = 128,
+                            .requests = 8,
+                            .prefix = 2048,
+                            .suffix = 128,
+                            .steps = 16,
+                            .page_size = 256,
+                            .layers = 48};
   o.dirs = calloc((size_t)argc, sizeof *o.dirs);
   if (!o.dirs) {
     return bench_error("out of memory for %d arguments", argc);

@@ -182,9 +182,9 @@ struct prefill {
   struct plain *plain;
   struct bench_session against; /* the context of --versus */
   struct call call, other, versus;
-  int32_t form, other_form; /* which the two calls take */
-  double plain_rel_l2;      /* plain C against the call */
-  uint64_t scratch_bytes;   /* after the calls of the default or asked form only */
+  int32_t form, other_form;           /* which the two calls take */
+  double plain_rel_l2;                /* plain C against the call */
+  uint64_t scratch_bytes;             /* after the calls of the default or asked form only */
   struct measure_case cases[N_CASES]; /* of which run is null where a case is not asked for */
 };
 
@@ -367,7 +367,8 @@ static void print_json(const struct prefill *p) {
   json_bool(&j, "form_is_default", p->options->form == GDN_FORM_DEFAULT);
   stats_json(&j, p, CASE_CALL);
   json_number(&j, "limit_us", limit_us(p));
-  json_string(&j, "limit_is", p->tiles ? "the call's tile products" : "the recurrent form's operations as f32 products");
+  json_string(&j, "limit_is",
+              p->tiles ? "the call's tile products" : "the recurrent form's operations as f32 products");
   tiles_json(&j, p);
   versus_json(&j, p);
   json_int(&j, "scratch_bytes", (int64_t)p->scratch_bytes);

@@ -19,7 +19,11 @@ void tile_products_end(void) {
   _tile_release();
 }
 
-void tile_products_peak(int64_t rounds) {
+void tile_products_peak(int64_t rounds, const char *operands) {
+  TILE_LOAD(4, operands, 64);
+  TILE_LOAD(5, operands + 1024, 64);
+  TILE_LOAD(6, operands + 2048, 64);
+  TILE_LOAD(7, operands + 3072, 64);
   for (int64_t i = 0; i < rounds; i++) {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);

@@ -8,9 +8,9 @@
 /* Around everything else, in each thread. */
 void tile_products_begin(void);
 void tile_products_end(void);
-/* Four products of 16 x 16 x 32 a round, on registers alone. */
-void tile_products_peak(int64_t rounds);
-/* Those of one chunk of n tokens: one q/k head and its group of value heads. operands: 1 MiB of zeros, aligned to 64. */
+/* Four products of 16 x 16 x 32 a round, on registers alone, which hold 4 KiB of operands. */
+void tile_products_peak(int64_t rounds, const char *operands);
+/* Those of one chunk of n tokens: one q/k head and its group of value heads. operands: 1 MiB of bf16, aligned to 64. */
 void tile_products_chunk(int n, int dim_k, int dim_v, int group, char *operands);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * What AMX tiles can do at best on the workers of a context: products on registers alone, and a call's own products with
- * nothing between them. */
+ * What AMX tiles can do at best on the workers of a context: products on registers alone, and a call's own products
+ * with nothing between them. */
 #ifndef GDN_BENCH_TILES_H
 #define GDN_BENCH_TILES_H
 

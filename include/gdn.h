@@ -44,25 +44,25 @@ typedef int32_t gdn_status;
 
 enum {
   GDN_OK = 0,
-  GDN_E_NULL = -1,         /* a required pointer is null */
-  GDN_E_STRUCT_SIZE = -2,  /* struct_size is smaller than the first version of the struct, or absurd */
-  GDN_E_FLAGS = -3,        /* a flag this version does not know */
-  GDN_E_OPTION = -4,       /* an enumerated option (form, isa, pin, GDN_ISA) has an unknown value */
-  GDN_E_DTYPE = -5,        /* an element type that this argument does not take */
-  GDN_E_SIZE = -6,         /* a count that is negative or too large */
-  GDN_E_DIM = -7,          /* dim_k or dim_v is not a multiple of 32 in 32..256 */
-  GDN_E_HEADS = -8,        /* head counts below 1, or counts that do not go together */
-  GDN_E_STRIDE = -9,       /* a stride that is negative or makes elements overlap */
-  GDN_E_LENGTHS = -10,     /* cu_seqlens does not start at 0, decreases, or does not end at n_tokens */
-  GDN_E_ROW = -11,         /* a state row outside its pool */
+  GDN_E_NULL = -1,          /* a required pointer is null */
+  GDN_E_STRUCT_SIZE = -2,   /* struct_size is smaller than the first version of the struct, or absurd */
+  GDN_E_FLAGS = -3,         /* a flag this version does not know */
+  GDN_E_OPTION = -4,        /* an enumerated option (form, isa, pin, GDN_ISA) has an unknown value */
+  GDN_E_DTYPE = -5,         /* an element type that this argument does not take */
+  GDN_E_SIZE = -6,          /* a count that is negative or too large */
+  GDN_E_DIM = -7,           /* dim_k or dim_v is not a multiple of 32 in 32..256 */
+  GDN_E_HEADS = -8,         /* head counts below 1, or counts that do not go together */
+  GDN_E_STRIDE = -9,        /* a stride that is negative or makes elements overlap */
+  GDN_E_LENGTHS = -10,      /* cu_seqlens does not start at 0, decreases, or does not end at n_tokens */
+  GDN_E_ROW = -11,          /* a state row outside its pool */
   GDN_E_ROW_CONFLICT = -12, /* a row written twice, or read by one sequence and written by another */
-  GDN_E_ALIAS = -13,       /* an output overlaps an input or another output */
-  GDN_E_VALUE = -14,       /* a number out of its range: scale not finite, eps negative or not finite */
-  GDN_E_NOMEM = -15,       /* memory could not be had; nothing was written */
-  GDN_E_THREADS = -16,     /* the context's threads could not be started */
-  GDN_E_FORK = -17,        /* the context was made before a fork, in the parent process */
-  GDN_E_PAGE = -18,        /* a page id outside the pool, or twice in one sequence */
-  GDN_E_CPUS = -19         /* a cpu list or NUMA node that is malformed, empty, or not the process's to use */
+  GDN_E_ALIAS = -13,        /* an output overlaps an input or another output */
+  GDN_E_VALUE = -14,        /* a number out of its range: scale not finite, eps negative or not finite */
+  GDN_E_NOMEM = -15,        /* memory could not be had; nothing was written */
+  GDN_E_THREADS = -16,      /* the context's threads could not be started */
+  GDN_E_FORK = -17,         /* the context was made before a fork, in the parent process */
+  GDN_E_PAGE = -18,         /* a page id outside the pool, or twice in one sequence */
+  GDN_E_CPUS = -19          /* a cpu list or NUMA node that is malformed, empty, or not the process's to use */
 };
 
 /** Element types. */
@@ -77,10 +77,10 @@ enum {
 
 /** Instruction-set tiers, lowest first. */
 enum {
-  GDN_ISA_DEFAULT = 0, /* the highest that processor, system and build offer */
-  GDN_ISA_REF = 1,     /* plain C */
-  GDN_ISA_AVX2 = 2,    /* AVX2 and FMA */
-  GDN_ISA_AVX512 = 3,  /* AVX-512 F, BW, DQ and VL */
+  GDN_ISA_DEFAULT = 0,    /* the highest that processor, system and build offer */
+  GDN_ISA_REF = 1,        /* plain C */
+  GDN_ISA_AVX2 = 2,       /* AVX2 and FMA */
+  GDN_ISA_AVX512 = 3,     /* AVX-512 F, BW, DQ and VL */
   GDN_ISA_AVX512BF16 = 4, /* and AVX512_BF16: matrix products of the chunk form in bf16 */
   GDN_ISA_AMX = 5         /* and AMX_TILE, AMX_BF16: the same on tiles */
 };
@@ -109,9 +109,9 @@ enum {
 
 /** Which cpus a context's workers use. */
 enum {
-  GDN_PLACE_DEFAULT = 0, /* those of the affinity mask of the thread that calls gdn_ctx_create */
-  GDN_PLACE_CPU_LIST = 1,  /* those of cpu_list, also outside that mask, but inside the process's cpuset */
-  GDN_PLACE_NUMA_NODE = 2  /* those of the mask that belong to numa_node */
+  GDN_PLACE_DEFAULT = 0,  /* those of the affinity mask of the thread that calls gdn_ctx_create */
+  GDN_PLACE_CPU_LIST = 1, /* those of cpu_list, also outside that mask, but inside the process's cpuset */
+  GDN_PLACE_NUMA_NODE = 2 /* those of the mask that belong to numa_node */
 };
 
 /** Flags of gdn_prefill_args and gdn_decode_args. */
@@ -147,15 +147,17 @@ typedef struct gdn_ctx gdn_ctx;
 
 typedef struct gdn_ctx_args {
   size_t struct_size;
-  int32_t n_threads; /* workers; 0 = one per physical core of the place, or fewer where a cgroup's cpu quota pays for
+  int32_t n_threads;    /* workers; 0 = one per physical core of the place, or fewer where a cgroup's cpu quota pays for
                         fewer. More workers than cores use the cores' other hardware threads, then take turns. */
-  int32_t isa;       /* GDN_ISA_*: the highest tier to use, also capped by the environment variable GDN_ISA
-                        ("ref", "avx2", "avx512"); what the machine lacks is skipped */
-  int32_t pin;       /* GDN_PIN_* */
-  int32_t place;     /* GDN_PLACE_* */
+  int32_t isa;          /* GDN_ISA_*: the highest tier to use, also capped by the environment variable GDN_ISA
+                        ("ref", "avx2", "avx512", "avx512bf16", "amx"); what the machine lacks is skipped */
+  int32_t pin;          /* GDN_PIN_* */
+  int32_t place;        /* GDN_PLACE_* */
   const char *cpu_list; /* with GDN_PLACE_CPU_LIST, else null: cpu numbers as Linux writes them, "0-3,8" */
   int32_t numa_node;    /* with GDN_PLACE_NUMA_NODE, else 0: the system's number of the node */
   int32_t reserved;     /* 0 */
+  uint64_t scratch_limit_bytes; /* most scratch memory of all workers together; 0 = no limit. A call that needs more
+                                   gets GDN_E_NOMEM and writes nothing. */
 } gdn_ctx_args;
 
 /** Makes a context and starts its workers.
@@ -174,8 +176,8 @@ GDN_API void gdn_ctx_destroy(gdn_ctx *ctx);
 
 /** One tier as seen at gdn_ctx_create. */
 typedef struct gdn_tier_info {
-  const char *name;   /* "ref", "avx2", ... */
-  int32_t available;  /* 1 if this context could use it */
+  const char *name;  /* "ref", "avx2", ... */
+  int32_t available; /* 1 if this context could use it */
   int32_t reserved;
   const char *reason; /* why not: "processor lacks avx512bw", "capped by GDN_ISA=avx2"; "" if available */
 } gdn_tier_info;
@@ -183,9 +185,9 @@ typedef struct gdn_tier_info {
 /** What a context runs on. Strings and arrays belong to the context and live as long as it does. */
 typedef struct gdn_info {
   size_t struct_size;
-  const char *cpu;              /* processor name */
-  const char *isa;              /* chosen tier */
-  const gdn_tier_info *tiers;   /* [n_tiers], lowest first */
+  const char *cpu;            /* processor name */
+  const char *isa;            /* chosen tier */
+  const gdn_tier_info *tiers; /* [n_tiers], lowest first */
   int32_t n_tiers;
   int32_t n_threads;            /* workers */
   int32_t n_cores;              /* physical cores of the context's place */
@@ -215,7 +217,7 @@ typedef struct gdn_tensor {
   const void *data;
   int64_t token_stride_elems;
   int64_t head_stride_elems;
-  int32_t dtype; /* GDN_DTYPE_DEFAULT or one that the argument's comment names */
+  int32_t dtype;    /* GDN_DTYPE_DEFAULT or one that the argument's comment names */
   int32_t reserved; /* 0 */
 } gdn_tensor;
 
@@ -229,9 +231,11 @@ typedef struct gdn_tensor_out {
 } gdn_tensor_out;
 
 /** Recurrent states: data [n_rows][n_heads][dim_v][dim_k] or [n_rows][n_heads][dim_k][dim_v], n_heads = n_heads_v (or
- *  n_heads_q if there are more of these), each row one dense block, rows apart by row_stride_elems (0 = dense; 64-bit, a
- *  pool may exceed 4 GiB). With rows, sequence i uses row rows[i]; without, row i, and n_rows is at least n_seqs.
- *  Whatever the dtype, arithmetic is float32; a state is rounded once, to nearest even, when a call stores it. */
+ *  n_heads_q if there are more of these), each row one dense block, rows apart by row_stride_elems (0 = dense; 64-bit,
+ *  a pool may exceed 4 GiB). With rows, sequence i uses row rows[i]; without, row i, and n_rows is at least n_seqs.
+ *  Whatever the dtype, arithmetic is float32; a state is rounded once, to nearest even, when a call stores it. Over
+ *  4096 decode steps, each stored, out and state drift from float64 by 1.6e-2 (bf16) or 2e-3 (f16) relative L2,
+ *  measured with K = V = 64 and decays from exp(-1e-4) on; float32 states by 6e-7 over 16384. */
 typedef struct gdn_states {
   void *data;
   int64_t n_rows;
@@ -247,8 +251,9 @@ typedef struct gdn_states {
  *      log decay = -exp(a_log[h]) softplus(a[t][h] + dt_bias[h]),   beta = sigmoid(b[t][h])
  *  computed in float32; softplus(x) = x above softplus_threshold. a and b may be given one without the other, the other
  *  gate then comes from g or beta or is absent. Each array is float32, bfloat16 or float16.
- *  No value but NaN gives NaN: infinities of a and dt_bias, and exp(a_log) beyond the range, count as the largest float.
- *  So a or dt_bias of -inf, and a_log of -inf, mean no decay; a_log of inf with any softplus above 0 forgets everything. */
+ *  No value but NaN gives NaN: infinities of a and dt_bias, and exp(a_log) beyond the range, count as the largest
+ *  float. So a or dt_bias of -inf, and a_log of -inf, mean no decay; a_log of inf forgets everything if softplus is
+ *  above 0. */
 typedef struct gdn_raw_gates {
   gdn_tensor a;             /* [n_tokens][n_heads], absent = g is used */
   gdn_tensor b;             /* [n_tokens][n_heads], absent = beta is used */
@@ -264,40 +269,40 @@ typedef struct gdn_raw_gates {
 
 typedef struct gdn_prefill_args {
   size_t struct_size;
-  uint32_t flags;      /* GDN_L2NORM_QK or 0 */
-  int32_t form;        /* GDN_FORM_* */
-  int64_t n_seqs;      /* sequences packed in the batch, 0 or more */
-  int64_t n_tokens;    /* tokens of all sequences together */
-  int32_t n_heads_k;   /* k heads, H, and q heads unless n_heads_q says otherwise */
-  int32_t n_heads_v;   /* value heads, Hv, a multiple of H: value head h uses q/k head h / (Hv / H) */
-  int32_t dim_k;       /* K: a multiple of 32 in 32..256 */
-  int32_t dim_v;       /* V: likewise, need not equal K */
-  float scale;         /* on q; 0 = 1 / sqrt(dim_k) */
-  float eps;           /* of the L2 norm; 0 = 1e-6 */
+  uint32_t flags;            /* GDN_L2NORM_QK or 0 */
+  int32_t form;              /* GDN_FORM_* */
+  int64_t n_seqs;            /* sequences packed in the batch, 0 or more */
+  int64_t n_tokens;          /* tokens of all sequences together */
+  int32_t n_heads_k;         /* k heads, H, and q heads unless n_heads_q says otherwise */
+  int32_t n_heads_v;         /* value heads, Hv, a multiple of H: value head h uses q/k head h / (Hv / H) */
+  int32_t dim_k;             /* K: a multiple of 32 in 32..256 */
+  int32_t dim_v;             /* V: likewise, need not equal K */
+  float scale;               /* on q; 0 = 1 / sqrt(dim_k) */
+  float eps;                 /* of the L2 norm; 0 = 1e-6 */
   const void *cu_seqlens;    /* [n_seqs + 1]: sequence i holds tokens cu_seqlens[i] .. cu_seqlens[i + 1] - 1 */
   int32_t cu_seqlens_dtype;  /* GDN_I32 or GDN_I64 */
   int32_t schedule;          /* GDN_SCHEDULE_*, for measuring; the recurrent form has one schedule only */
-  gdn_tensor q;        /* [n_tokens][n_heads_k][dim_k] bf16, f16 or f32 */
-  gdn_tensor k;        /* [n_tokens][n_heads_k][dim_k] bf16, f16 or f32 */
-  gdn_tensor v;        /* [n_tokens][n_heads_v][dim_v] bf16, f16 or f32 */
-  gdn_tensor g;        /* [n_tokens][n_heads_v] f32, natural log of the decay; absent (data null) = 0 */
-  gdn_tensor beta;     /* [n_tokens][n_heads_v] f32, bf16 or f16; absent = 1 */
-  gdn_tensor_out out;  /* [n_tokens][n_heads_v][dim_v] bf16, f16 or f32 */
-  gdn_states initial_state; /* read; absent (data null) or row -1 = zero state, whose row is not read */
-  gdn_states final_state;   /* written; absent or row -1 = not stored */
-  const void *prefix_lens;  /* [n_seqs] tokens that each sequence has processed before this call; absent = 0 */
-  int32_t prefix_lens_dtype;          /* GDN_I32 or GDN_I64 */
+  gdn_tensor q;              /* [n_tokens][n_heads_k][dim_k] bf16, f16 or f32 */
+  gdn_tensor k;              /* [n_tokens][n_heads_k][dim_k] bf16, f16 or f32 */
+  gdn_tensor v;              /* [n_tokens][n_heads_v][dim_v] bf16, f16 or f32 */
+  gdn_tensor g;              /* [n_tokens][n_heads_v] f32, natural log of the decay; absent (data null) = 0 */
+  gdn_tensor beta;           /* [n_tokens][n_heads_v] f32, bf16 or f16; absent = 1 */
+  gdn_tensor_out out;        /* [n_tokens][n_heads_v][dim_v] bf16, f16 or f32 */
+  gdn_states initial_state;  /* read; absent (data null) or row -1 = zero state, whose row is not read */
+  gdn_states final_state;    /* written; absent or row -1 = not stored */
+  const void *prefix_lens;   /* [n_seqs] tokens that each sequence has processed before this call; absent = 0 */
+  int32_t prefix_lens_dtype; /* GDN_I32 or GDN_I64 */
   int32_t checkpoint_cu_starts_dtype; /* GDN_I32 or GDN_I64 */
   int64_t checkpoint_every_n_tokens;  /* N: a checkpoint after each token that makes a sequence's length, prefix
                                          included, a multiple of N; 0 = none */
   const void *checkpoint_cu_starts;   /* [n_seqs + 1] from 0: sequence i has (prefix + len) / N - prefix / N of them */
-  gdn_states checkpoints;   /* written: the j-th of sequence i to rows[checkpoint_cu_starts[i] + j], or to that row
+  gdn_states checkpoints;  /* written: the j-th of sequence i to rows[checkpoint_cu_starts[i] + j], or to that row
                                without rows; row -1 skips it */
-  int32_t n_heads_q;        /* q heads, 0 = n_heads_k. More than n_heads_k: a multiple of it, and n_heads_k = n_heads_v;
+  int32_t n_heads_q;       /* q heads, 0 = n_heads_k. More than n_heads_k: a multiple of it, and n_heads_k = n_heads_v;
                                then every q head has its own state, gates and output (g, beta, out and states have
                                n_heads_q heads) and q head h uses k and v head h / (n_heads_q / n_heads_k) */
-  int32_t reserved_2;       /* 0 */
-  gdn_raw_gates raw_gates;  /* instead of g, beta or both */
+  int32_t reserved_2;      /* 0 */
+  gdn_raw_gates raw_gates; /* instead of g, beta or both */
 } gdn_prefill_args;
 
 /** Runs the rule over a packed batch of sequences of any lengths, from initial to final states.
@@ -332,38 +337,38 @@ GDN_API gdn_status gdn_prefill_form(gdn_ctx *ctx, const gdn_prefill_args *args, 
 
 typedef struct gdn_decode_args {
   size_t struct_size;
-  uint32_t flags;      /* GDN_L2NORM_QK, GDN_LINEAR_G */
-  int32_t n_tokens;    /* T, tokens of each sequence: 0 = 1, at most GDN_DECODE_TOKENS_MAX. Token t of sequence i is token
-                          i T + t of the arrays */
-  int64_t n_seqs;      /* sequences, 0 or more */
-  int32_t n_heads_k;   /* as in gdn_prefill_args */
+  uint32_t flags;    /* GDN_L2NORM_QK, GDN_LINEAR_G */
+  int32_t n_tokens;  /* T, tokens of each sequence: 0 = 1, at most GDN_DECODE_TOKENS_MAX. Token t of sequence i is
+                          token i T + t of the arrays */
+  int64_t n_seqs;    /* sequences, 0 or more */
+  int32_t n_heads_k; /* as in gdn_prefill_args */
   int32_t n_heads_v;
   int32_t dim_k;
   int32_t dim_v;
   float scale;
   float eps;
-  gdn_tensor q;        /* [n_seqs T][n_heads_k][dim_k] bf16, f16 or f32; may be absent if out is */
-  gdn_tensor k;        /* [n_seqs T][n_heads_k][dim_k] bf16, f16 or f32 */
-  gdn_tensor v;        /* [n_seqs T][n_heads_v][dim_v] bf16, f16 or f32 */
-  gdn_tensor g;        /* [n_seqs T][n_heads_v] f32, natural log; absent = 0 */
-  gdn_tensor beta;     /* [n_seqs T][n_heads_v] f32, bf16 or f16; absent = 1 */
-  gdn_tensor_out out;  /* [n_seqs T][n_heads_v][dim_v] bf16, f16 or f32; absent = only states are wanted */
-  gdn_states initial_state; /* read; absent or row -1 = zero state */
-  gdn_states final_state;   /* written; absent or row -1 = not stored; may be the same pool, also in place */
-  const void *token_counts; /* [n_seqs] the first n of a sequence's T tokens count, 0 <= n <= T; absent = T. A sequence of 0
-                               reads and writes nothing */
+  gdn_tensor q;               /* [n_seqs T][n_heads_k][dim_k] bf16, f16 or f32; may be absent if out is */
+  gdn_tensor k;               /* [n_seqs T][n_heads_k][dim_k] bf16, f16 or f32 */
+  gdn_tensor v;               /* [n_seqs T][n_heads_v][dim_v] bf16, f16 or f32 */
+  gdn_tensor g;               /* [n_seqs T][n_heads_v] f32, natural log; absent = 0 */
+  gdn_tensor beta;            /* [n_seqs T][n_heads_v] f32, bf16 or f16; absent = 1 */
+  gdn_tensor_out out;         /* [n_seqs T][n_heads_v][dim_v] bf16, f16 or f32; absent = only states are wanted */
+  gdn_states initial_state;   /* read; absent or row -1 = zero state */
+  gdn_states final_state;     /* written; absent or row -1 = not stored; may be the same pool, also in place */
+  const void *token_counts;   /* [n_seqs] the first n of a sequence's T tokens count, 0 <= n <= T; absent = T. A
+                               sequence of 0 reads and writes nothing */
   int32_t token_counts_dtype; /* GDN_I32 or GDN_I64 */
   int32_t n_heads_q;          /* as in gdn_prefill_args */
-  gdn_states token_states;    /* written: the state after token t of sequence i to rows[i T + t], or to row i T + t without
-                                 rows; row -1 skips it; absent = none */
+  gdn_states token_states;    /* written: the state after token t of sequence i to rows[i T + t], or to row i T + t
+                                 without rows; row -1 skips it; absent = none */
   gdn_raw_gates raw_gates;    /* as in gdn_prefill_args */
 } gdn_decode_args;
 
 /** T tokens, mostly one, for each of n_seqs sequences: reads every state row once and writes it once.
  *  Everything else as for gdn_prefill, whose recurrent form gives the same bits.
  *  Speculative decoding: verify T drafted tokens without final_state, which leaves the states as they are; then commit
- *  the n accepted ones by the same call with token_counts n, final_state, and no out (the same arrays otherwise). Or let
- *  verify store the state after each token in rows of token_states, and take the accepted one's row from then on.
+ *  the n accepted ones by the same call with token_counts n, final_state, and no out (the same arrays otherwise). Or
+ *  let verify store the state after each token in rows of token_states, and take the accepted one's row from then on.
  *  token_states follows the rules of checkpoints: its rows and those of final_state are all different, but for the
  *  state after a sequence's last token, whose row may be that of the final state. */
 GDN_API gdn_status gdn_decode(gdn_ctx *ctx, const gdn_decode_args *args);
@@ -380,8 +385,8 @@ typedef struct gdn_gating_args {
   gdn_tensor_out beta;     /* [n_tokens][n_heads] f32; with b */
 } gdn_gating_args;
 
-/** Makes log decay and beta from raw gates, for engines that want them as arrays; see gdn_raw_gates. The values are those
- *  that gdn_prefill and gdn_decode compute from raw_gates, so that both ways give the same bits.
+/** Makes log decay and beta from raw gates, for engines that want them as arrays; see gdn_raw_gates. The values are
+ *  those that gdn_prefill and gdn_decode compute from raw_gates, so that both ways give the same bits.
  *  Errors: GDN_E_NULL, _STRUCT_SIZE, _SIZE, _HEADS, _DTYPE, _STRIDE, _ALIAS, _VALUE, _FORK. */
 GDN_API gdn_status gdn_gating(gdn_ctx *ctx, const gdn_gating_args *args);
 
@@ -414,7 +419,7 @@ typedef struct gdn_page_table {
 typedef struct gdn_slots {
   size_t struct_size;
   int64_t n_seqs;
-  int64_t n_tokens;                    /* new tokens */
+  int64_t n_tokens; /* new tokens */
   int64_t n_checkpoints;
   int64_t page_size;
   const int64_t *read_rows;            /* [n_seqs] -1 = start from zero */
@@ -436,7 +441,8 @@ GDN_API gdn_status gdn_paged_slots_bytes(const gdn_page_table *table, size_t *by
  *  any token. A sequence without new tokens reads and writes nothing; a padded sequence is one with a scratch page.
  *  Decode (cu_seqlens null): the token that opens a page (last_page_len 1) reads the page before and writes the new
  *  one; any other reads and writes the last page. A padded sequence has its own scratch page and last_page_len >= 2.
- *  slots->struct_size is set by the caller; the rest is written on success only. memory belongs to the caller, holds the
+ *  slots->struct_size is set by the caller; the rest is written on success only. memory belongs to the caller, holds
+ *  the
  *  arrays of slots and is also written after an error; its address is divisible by 8. Any thread.
  *  Errors: GDN_E_NULL; GDN_E_STRUCT_SIZE; GDN_E_SIZE (counts, page_size, memory_bytes); GDN_E_DTYPE; GDN_E_VALUE
  *  (memory not aligned); GDN_E_ALIAS (memory overlaps the table's arrays); GDN_E_LENGTHS

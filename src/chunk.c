@@ -41,8 +41,8 @@ static void carve_worker(struct gdn_carver *c, const struct gdn_prefill_job *job
   const struct gdn_batch *b = job->batch;
   const int64_t vv = GDN_CHUNK * b->dim_v;
   struct gdn_chunk *k = &w->chunk;
-  *k = (struct gdn_chunk){.dim_k = b->dim_k, .dim_v = b->dim_v, .l2norm = b->l2norm, .scale = b->scale, .eps = b->eps,
-                          .gemms = job->gemms};
+  *k = (struct gdn_chunk){
+      .dim_k = b->dim_k, .dim_v = b->dim_v, .l2norm = b->l2norm, .scale = b->scale, .eps = b->eps, .gemms = job->gemms};
   k->kk = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
   k->qk = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
   k->l = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
@@ -121,8 +121,7 @@ struct due {
 };
 
 static struct due checkpoints_due(const struct gdn_batch *b, int64_t seq, int64_t token, int64_t end) {
-  if (!b->checkpoint_every)
-    return (struct due){1, 0, 0, 0};
+  if (!b->checkpoint_every) return (struct due){1, 0, 0, 0};
   int64_t prefix = gdn_batch_prefix(b, seq), at = prefix + token - gdn_batch_start(b, seq);
   return (struct due){at / b->checkpoint_every + 1, (at + end - token) / b->checkpoint_every,
                       prefix / b->checkpoint_every, at};
@@ -142,8 +141,7 @@ static void carry_state(const struct gdn_prefill_job *job, const struct worker_s
   for (int64_t j = d->first; j <= d->last; j++) {
     int n_at = (int)(j * b->checkpoint_every - d->at);
     int64_t row = checkpoint_row(b, seq, d, j);
-    if (row < 0)
-      continue;
+    if (row < 0) continue;
     if (n_at < k->n)
       kernels->chunk_state_at(k, n_at, c->col, c->n_cols, w->panels);
     else
@@ -152,8 +150,7 @@ static void carry_state(const struct gdn_prefill_job *job, const struct worker_s
     kernels->state_store(c->n_cols, b->dim_k, carried ? own : w->panels,
                          gdn_pool_state(&b->checkpoints, b, row, c->head, c->col));
   }
-  if (!carried)
-    kernels->chunk_state(k, c->col, c->n_cols);
+  if (!carried) kernels->chunk_state(k, c->col, c->n_cols);
 }
 
 /* Whether the chunk that begins at token starts from a zero state of which nothing is in memory. */
@@ -163,8 +160,8 @@ static int starts_from_nothing(const struct gdn_prefill_job *job, int64_t seq, i
          gdn_chunk_end(b, seq, token) - token >= job->ctx->kernels.chunk_min;
 }
 
-/* Residual to state of columns c, as many at a time as the tier's passing buffers stay in its cache for; k points to what
- * make_qk and make_head made, and to the state. */
+/* Residual to state of columns c, as many at a time as the tier's passing buffers stay in its cache for; k points to
+ * what make_qk and make_head made, and to the state. */
 static void scan_columns(const struct gdn_prefill_job *job, const struct worker_scratch *w, struct gdn_chunk *k,
                          int64_t seq, const struct gdn_columns *c, int64_t token) {
   const struct gdn_batch *b = job->batch;
@@ -207,8 +204,7 @@ static void run_short_chunk(const struct gdn_prefill_job *job, struct worker_scr
     token = stop;
   }
   gdn_recur_tokens(job, &l->task, &w->recur, state, token, end);
-  if (end < gdn_batch_start(b, seq) + gdn_batch_len(b, seq))
-    begin_states(job, l, &w->chunk);
+  if (end < gdn_batch_start(b, seq) + gdn_batch_len(b, seq)) begin_states(job, l, &w->chunk);
 }
 
 /* ---- lanes ---- */
@@ -242,11 +238,13 @@ static void run_lane_chunk(const struct gdn_prefill_job *job, struct worker_scra
     return;
   }
   k->next_n = (int)(gdn_chunk_end(b, l->task.seq, end) - end);
-  k->next_q = gdn_array_rows(&b->q, end, l->task.head);
-  k->next_k = gdn_array_rows(&b->k, end, l->task.head);
   make_qk(job, k, l->task.head, token, end);
   struct gdn_columns c;
   GDN_EACH_COLUMNS(b, &l->task, b->dim_v, u, c) {
+    /* The first value head fetches the next k, the second the next q; a single one fetches both. */
+    const int first = u == l->task.unit, last = u + c.n_cols / GDN_PANEL == l->task.unit + l->task.n_units;
+    k->next_k = first ? gdn_array_rows(&b->k, end, l->task.head) : (struct gdn_rows){NULL, 0, 0};
+    k->next_q = last ? gdn_array_rows(&b->q, end, l->task.head) : (struct gdn_rows){NULL, 0, 0};
     k->next_v = gdn_array_rows(&b->v, end, c.head);
     make_head(job, k, c.head, token);
     point_to_state(b, l, c.head, k);
@@ -280,8 +278,7 @@ void gdn_chunk_task(const struct gdn_prefill_job *job, const struct gdn_task *t,
 
 static void carve_slot(struct gdn_carver *c, const struct gdn_batch *b, struct gdn_chunk *k, int group_head_v) {
   carve_qk(c, b, k);
-  for (int i = 0; i <= group_head_v; i++)
-    carve_head(c, k);
+  for (int i = 0; i <= group_head_v; i++) carve_head(c, k);
 }
 
 static size_t slot_bytes(const struct gdn_batch *b) {
@@ -316,10 +313,10 @@ static void carve_windows(struct gdn_carver *c, const struct gdn_prefill_job *jo
     w->local[p] = gdn_carve(c, sizeof *w->local[p]);
   }
   for (int i = 0; i < w->n_lanes; i++) {
-    struct gdn_window_lane l = {.state = gdn_carve_floats(c, state), .state_op = gdn_carve_floats(c, state),
-                            .slots = gdn_carve(c, 2 * (size_t)w->window * w->slot_bytes)};
-    if (c->base)
-      w->lanes[i] = l;
+    struct gdn_window_lane l = {.state = gdn_carve_floats(c, state),
+                                .state_op = gdn_carve_floats(c, state),
+                                .slots = gdn_carve(c, 2 * (size_t)w->window * w->slot_bytes)};
+    if (c->base) w->lanes[i] = l;
   }
 }
 
@@ -375,8 +372,7 @@ void gdn_windows_begin(struct gdn_prefill_job *job, struct gdn_windows *w, char 
 /* Batch tokens [*token, *end) of chunk i of a sequence; 0 if it has none. */
 static int chunk_tokens(const struct gdn_batch *b, int64_t seq, int64_t i, int64_t *token, int64_t *end) {
   int64_t start = gdn_batch_start(b, seq);
-  if (i >= gdn_seq_chunks(b, seq))
-    return 0;
+  if (i >= gdn_seq_chunks(b, seq)) return 0;
   *token = i ? start + i * GDN_CHUNK - gdn_batch_prefix(b, seq) % GDN_CHUNK : start;
   *end = gdn_chunk_end(b, seq, *token);
   return 1;
@@ -387,19 +383,34 @@ static char *window_slot(const struct gdn_windows *w, const struct gdn_window_la
   return l->slots + ((window & 1) * w->window + chunk % w->window) * (int64_t)w->slot_bytes;
 }
 
-/* Stage 1 of one chunk and q/k head. */
+/* Touches part i of n of the q and k rows that the worker takes next. */
+static void fetch_rows(const struct gdn_array *a, int head, int dim, int64_t token, int64_t end, int i, int n) {
+  const int64_t rows = end - token;
+  struct gdn_rows r = gdn_array_rows(a, token, head);
+  const int bytes = gdn_dtype_bytes(r.dtype);
+  for (int64_t t = rows * i / n; t < rows * (i + 1) / n; t++)
+    for (int at = 0; at < dim * bytes; at += GDN_LINE_BYTES)
+      __builtin_prefetch((const char *)r.data + t * r.stride_elems * bytes + at, 0, 2);
+}
+
+/* Stage 1 of one chunk and q/k head; chunk next of lane next_lane follows. */
 static void make_slot(const struct gdn_prefill_job *job, struct worker_scratch *s, const struct gdn_window_lane *l,
-                      int64_t chunk) {
+                      int64_t chunk, const struct gdn_window_lane *next_lane, int64_t next) {
   const struct gdn_batch *b = job->batch;
   const int group = b->n_heads_v / b->n_heads_k;
   int64_t token, end;
-  if (!chunk_tokens(b, l->seq, chunk, &token, &end) || end - token < job->ctx->kernels.chunk_min)
-    return;
+  if (!chunk_tokens(b, l->seq, chunk, &token, &end) || end - token < job->ctx->kernels.chunk_min) return;
   struct gdn_carver c = {window_slot(job->windows, l, chunk), 0};
   s->chunk.next_n = 0;
   carve_qk(&c, b, &s->chunk);
   make_qk(job, &s->chunk, l->head, token, end);
+  int64_t next_token = 0, next_end = 0;
+  if (next_lane) chunk_tokens(b, next_lane->seq, next, &next_token, &next_end);
   for (int i = 0; i < group; i++) {
+    if (next_end > next_token) {
+      fetch_rows(&b->k, next_lane->head, b->dim_k, next_token, next_end, i, group);
+      fetch_rows(&b->q, next_lane->head, b->dim_k, next_token, next_end, i, group);
+    }
     carve_head(&c, &s->chunk);
     make_head(job, &s->chunk, l->head * group + i, token);
   }
@@ -455,8 +466,7 @@ void gdn_windows_run(const struct gdn_prefill_job *job, int worker, int n_worker
   struct worker_scratch s;
   carve_worker(&c, job, &s);
   for (int64_t phase = -1; phase < w->n_windows; phase++) {
-    if (worker == 0 && phase >= 0)
-      ready_phase(job, phase + 1);
+    if (worker == 0 && phase >= 0) ready_phase(job, phase + 1);
     for (int i = 0; i < n_workers; i++) {
       struct gdn_share *share = &w->shares[phase & 1][(worker + i) % n_workers];
       int64_t item;
@@ -464,10 +474,14 @@ void gdn_windows_run(const struct gdn_prefill_job *job, int worker, int n_worker
         scan_window(job, &s, item, phase);
     }
     struct gdn_share *local = w->local[phase & 1];
-    int64_t item;
-    while ((item = atomic_fetch_add_explicit(&local->next, 1, memory_order_relaxed)) < local->end)
-      make_slot(job, &s, &w->lanes[item % w->n_lanes], (phase + 1) * w->window + item / w->n_lanes);
-    if (phase + 1 < w->n_windows)
-      gdn_team_barrier(job->ctx->team);
+    const int64_t first_chunk = (phase + 1) * w->window;
+    int64_t item = atomic_fetch_add_explicit(&local->next, 1, memory_order_relaxed);
+    while (item < local->end) {
+      int64_t next = atomic_fetch_add_explicit(&local->next, 1, memory_order_relaxed);
+      make_slot(job, &s, &w->lanes[item % w->n_lanes], first_chunk + item / w->n_lanes,
+                next < local->end ? &w->lanes[next % w->n_lanes] : NULL, first_chunk + next / w->n_lanes);
+      item = next;
+    }
+    if (phase + 1 < w->n_windows) gdn_team_barrier(job->ctx->team);
   }
 }

@@ -14,11 +14,9 @@
 /* The highest tier that GDN_ISA allows, as an index; -1 with an error text if it names none. */
 static int env_cap(const char **value) {
   const char *name = *value = getenv("GDN_ISA");
-  if (!name || !*name)
-    return gdn_n_tiers - 1;
+  if (!name || !*name) return gdn_n_tiers - 1;
   for (int i = 0; i < gdn_n_tiers; i++)
-    if (!strcmp(name, gdn_tiers[i].name))
-      return i;
+    if (!strcmp(name, gdn_tiers[i].name)) return i;
   return -1;
 }
 
@@ -35,13 +33,11 @@ static gdn_status choose_tier(gdn_ctx *ctx, int32_t isa) {
   int cap = env_cap(&env), arg_cap = gdn_n_tiers - 1;
   char names[128];
   tier_names(names, sizeof names);
-  if (cap < 0)
-    return gdn_fail(GDN_E_OPTION, "environment variable GDN_ISA = \"%s\": expected one of %s", env, names);
+  if (cap < 0) return gdn_fail(GDN_E_OPTION, "environment variable GDN_ISA = \"%s\": expected one of %s", env, names);
   if (isa != GDN_ISA_DEFAULT) {
     for (arg_cap = gdn_n_tiers - 1; arg_cap >= 0 && gdn_tiers[arg_cap].isa != isa; arg_cap--)
       ;
-    if (arg_cap < 0)
-      return gdn_fail(GDN_E_OPTION, "isa = %d: not one of GDN_ISA_*", isa);
+    if (arg_cap < 0) return gdn_fail(GDN_E_OPTION, "isa = %d: not one of GDN_ISA_*", isa);
   }
   for (int i = 0; i < gdn_n_tiers; i++) {
     const struct gdn_tier *tier = &gdn_tiers[i];
@@ -82,8 +78,7 @@ static void describe_placement(gdn_ctx *ctx) {
       snprintf(text, bytes, "not bound: pin = GDN_PIN_OFF%s%s", *cpus ? "; anywhere on " : "", cpus);
   }
   const size_t at = strlen(text);
-  if (*note)
-    snprintf(text + at, bytes - at, " (%s)", note);
+  if (*note) snprintf(text + at, bytes - at, " (%s)", note);
 }
 
 /* The cores that the arguments ask for. */
@@ -92,19 +87,15 @@ static gdn_status find_place(gdn_ctx *ctx, const gdn_ctx_args *a) {
   const char *list = a->place == GDN_PLACE_CPU_LIST ? a->cpu_list : NULL;
   const int node = a->place == GDN_PLACE_NUMA_NODE ? a->numa_node : GDN_ANY_NODE;
   ctx->topo = gdn_topo_create(list, node, reason, sizeof reason);
-  if (ctx->topo)
-    return GDN_OK;
-  if (!*reason)
-    return gdn_fail(GDN_E_NOMEM, "no memory for the list of cores");
-  if (list)
-    return gdn_fail(GDN_E_CPUS, "cpu_list = \"%.64s\": %s", list, reason);
+  if (ctx->topo) return GDN_OK;
+  if (!*reason) return gdn_fail(GDN_E_NOMEM, "no memory for the list of cores");
+  if (list) return gdn_fail(GDN_E_CPUS, "cpu_list = \"%.64s\": %s", list, reason);
   return gdn_fail(GDN_E_CPUS, "numa_node = %d: %s", node, reason);
 }
 
 static gdn_status start_workers(gdn_ctx *ctx, const gdn_ctx_args *a) {
   gdn_status status = find_place(ctx, a);
-  if (status)
-    return status;
+  if (status) return status;
   ctx->n_threads = a->n_threads ? a->n_threads : gdn_topo_n_workers(ctx->topo);
   size_t n = (size_t)ctx->n_threads;
   ctx->scratch = gdn_mem_alloc(n * sizeof *ctx->scratch);
@@ -123,18 +114,17 @@ static gdn_status start_workers(gdn_ctx *ctx, const gdn_ctx_args *a) {
 static gdn_status check_args(const gdn_ctx_args *a) {
   if (a->n_threads < 0 || a->n_threads > MAX_THREADS)
     return gdn_fail(GDN_E_SIZE, "n_threads = %d: expected 0 .. %d", a->n_threads, MAX_THREADS);
+  if (a->reserved) return gdn_fail(GDN_E_OPTION, "reserved = %d: expected 0", a->reserved);
   if (a->pin < GDN_PIN_DEFAULT || a->pin > GDN_PIN_OFF)
     return gdn_fail(GDN_E_OPTION, "pin = %d: not one of GDN_PIN_*", a->pin);
   if (a->place < GDN_PLACE_DEFAULT || a->place > GDN_PLACE_NUMA_NODE)
     return gdn_fail(GDN_E_OPTION, "place = %d: not one of GDN_PLACE_*", a->place);
   if (a->cpu_list && a->place != GDN_PLACE_CPU_LIST)
     return gdn_fail(GDN_E_OPTION, "cpu_list = \"%.64s\" needs place = GDN_PLACE_CPU_LIST", a->cpu_list);
-  if (!a->cpu_list && a->place == GDN_PLACE_CPU_LIST)
-    return gdn_fail(GDN_E_NULL, "cpu_list is null");
+  if (!a->cpu_list && a->place == GDN_PLACE_CPU_LIST) return gdn_fail(GDN_E_NULL, "cpu_list is null");
   if (a->numa_node && a->place != GDN_PLACE_NUMA_NODE)
     return gdn_fail(GDN_E_OPTION, "numa_node = %d needs place = GDN_PLACE_NUMA_NODE", a->numa_node);
-  if (a->numa_node < 0)
-    return gdn_fail(GDN_E_CPUS, "numa_node = %d: expected 0 or more", a->numa_node);
+  if (a->numa_node < 0) return gdn_fail(GDN_E_CPUS, "numa_node = %d: expected 0 or more", a->numa_node);
   return GDN_OK;
 }
 
@@ -147,23 +137,19 @@ int gdn_context_count(void) {
 gdn_status gdn_context_make(const gdn_ctx_args *args, gdn_ctx **out) {
   gdn_ctx_args a = {0};
   gdn_status status = GDN_OK;
-  if (args)
-    status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
-  if (!status)
-    status = check_args(&a);
-  if (status)
-    return status;
+  if (args) status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
+  if (!status) status = check_args(&a);
+  if (status) return status;
   gdn_ctx *ctx = gdn_mem_alloc(sizeof *ctx);
-  if (!ctx)
-    return gdn_fail(GDN_E_NOMEM, "no memory for a context");
+  if (!ctx) return gdn_fail(GDN_E_NOMEM, "no memory for a context");
   memset(ctx, 0, sizeof *ctx);
   atomic_fetch_add(&n_contexts, 1);
   ctx->pid = getpid();
+  ctx->scratch_limit_bytes = a.scratch_limit_bytes ? a.scratch_limit_bytes : UINT64_MAX;
   pthread_mutex_init(&ctx->lock, NULL);
   gdn_cpu_detect(&ctx->cpu);
   status = choose_tier(ctx, a.isa);
-  if (!status)
-    status = start_workers(ctx, &a);
+  if (!status) status = start_workers(ctx, &a);
   if (status) {
     gdn_context_free(ctx);
     return status;
@@ -184,8 +170,7 @@ void gdn_context_free(gdn_ctx *ctx) {
     gdn_team_destroy(ctx->team);
   }
   gdn_topo_destroy(ctx->topo);
-  for (int i = 0; i < GDN_N_DIMS * GDN_N_DIMS; i++)
-    gdn_mem_free(ctx->gemms[i / GDN_N_DIMS][i % GDN_N_DIMS]);
+  for (int i = 0; i < GDN_N_DIMS * GDN_N_DIMS; i++) gdn_mem_free(ctx->gemms[i / GDN_N_DIMS][i % GDN_N_DIMS]);
   gdn_mem_free(ctx->row_set.keys);
   gdn_mem_free(ctx->row_set.seqs);
   gdn_plan_free(&ctx->plan);
@@ -209,17 +194,20 @@ struct reserve_job {
 static void scratch_reserve(void *arg, int worker, int n_workers) {
   struct reserve_job *job = arg;
   (void)n_workers;
-  if (gdn_scratch_reserve(&job->ctx->scratch[worker], job->bytes))
-    atomic_store(&job->failed, 1);
+  if (gdn_scratch_reserve(&job->ctx->scratch[worker], job->bytes)) atomic_store(&job->failed, 1);
 }
 
-gdn_status gdn_context_reserve(gdn_ctx *ctx, size_t bytes) {
+gdn_status gdn_context_reserve(gdn_ctx *ctx, size_t bytes, size_t shared_bytes) {
   struct reserve_job job = {.ctx = ctx, .bytes = bytes};
+  const uint64_t total = (uint64_t)bytes * (uint64_t)ctx->n_threads + shared_bytes;
   int enough = 1;
-  for (int i = 0; i < ctx->n_threads; i++)
-    enough = enough && ctx->scratch[i].bytes >= bytes;
-  if (enough)
-    return GDN_OK;
+  if (total > ctx->scratch_limit_bytes)
+    return gdn_fail(GDN_E_NOMEM, "the call needs %llu bytes of scratch: scratch_limit_bytes = %llu",
+                    (unsigned long long)total, (unsigned long long)ctx->scratch_limit_bytes);
+  if (shared_bytes && gdn_scratch_reserve(&ctx->shared, shared_bytes))
+    return gdn_fail(GDN_E_NOMEM, "no memory for %zu bytes of scratch shared by the workers", shared_bytes);
+  for (int i = 0; i < ctx->n_threads; i++) enough = enough && ctx->scratch[i].bytes >= bytes;
+  if (enough) return GDN_OK;
   gdn_team_run(ctx->team, scratch_reserve, &job);
   if (atomic_load(&job.failed))
     return gdn_fail(GDN_E_NOMEM, "no memory for %zu bytes of scratch on each of %d workers", bytes, ctx->n_threads);
@@ -230,8 +218,7 @@ const struct gdn_gemms *gdn_context_gemms(gdn_ctx *ctx, int dim_k, int dim_v) {
   struct gdn_gemms **slot = &ctx->gemms[dim_k / 32 - 1][dim_v / 32 - 1];
   if (!*slot) {
     *slot = gdn_mem_alloc(sizeof **slot);
-    if (*slot)
-      gdn_gemms_make(*slot, dim_k, dim_v, gdn_tiers[ctx->tier].isa != GDN_ISA_REF);
+    if (*slot) gdn_gemms_make(*slot, dim_k, dim_v, gdn_tiers[ctx->tier].isa != GDN_ISA_REF);
   }
   return *slot;
 }

@@ -15,8 +15,8 @@
 enum { EAX, EBX, ECX, EDX };
 
 /* Bits of XCR0. */
-#define XCR0_YMM 0x06u /* XMM, YMM */
-#define XCR0_ZMM 0xe6u /* and opmask, upper halves, upper registers */
+#define XCR0_YMM 0x06u     /* XMM, YMM */
+#define XCR0_ZMM 0xe6u     /* and opmask, upper halves, upper registers */
 #define XCR0_TILE 0x600e6u /* and tile configuration, tile data */
 
 static const struct {
@@ -126,7 +126,8 @@ const char *gdn_cpu_missing(const struct gdn_cpu *cpu, uint32_t needed, char *te
   }
   if (text_bytes > 0) *text = '\0';
   if ((needed & GDN_CPU_AMX) && cpu->tile_errno)
-    snprintf(text, text_bytes, "%s", cpu->tile_errno == ENODEV ? "processor has tiles of another size"
-                                                               : "kernel refused permission for tile data");
+    snprintf(text, text_bytes, "%s",
+             cpu->tile_errno == ENODEV ? "processor has tiles of another size"
+                                       : "kernel refused permission for tile data");
   return text;
 }

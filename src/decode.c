@@ -25,8 +25,8 @@ void gdn_token_step(const struct gdn_kernels *kernels, const struct gdn_batch *b
     t->head = head;
   }
   kernels->load_rows(1, n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head_v), col), t->v, n_cols);
-  struct gdn_decode_step step = {.dim_k = b->dim_k, .n_cols = n_cols, .q = t->q, .k = t->k, .kq = t->kq, .v = t->v,
-                                 .out = t->v};
+  struct gdn_decode_step step = {
+      .dim_k = b->dim_k, .n_cols = n_cols, .q = t->q, .k = t->k, .kq = t->kq, .v = t->v, .out = t->v};
   struct gdn_gates gates = gdn_batch_gates(b, token, head_v, 1);
   gates.g_out = &step.decay;
   gates.beta_out = &step.beta;
@@ -82,8 +82,7 @@ static void make_tokens(const struct decode_job *job, struct decode_scratch *s, 
   const struct gdn_batch *b = job->batch;
   const int64_t token = gdn_batch_start(b, seq);
   const int n = (int)gdn_batch_len(b, seq), head_k = head_v / (b->n_heads_v / b->n_heads_k);
-  if (s->seq != seq || s->head_k != head_k)
-    make_qk(&job->ctx->kernels, b, token, head_k, n, s->q, s->k, s->kq);
+  if (s->seq != seq || s->head_k != head_k) make_qk(&job->ctx->kernels, b, token, head_k, n, s->q, s->k, s->kq);
   if (s->seq != seq || s->head_v != head_v) {
     struct gdn_gates gates = gdn_batch_gates(b, token, head_v, n);
     gates.g_out = s->decay;
@@ -131,15 +130,24 @@ static void decode_panel(const struct decode_job *job, const struct decode_scrat
     memset(s->panel, 0, sizeof *s->panel * GDN_PANEL * (size_t)b->dim_k);
   for (int64_t t = 0, end; t < n; t = end) {
     int64_t row = -1;
-    for (end = t; end < n && row < 0; end++)
-      row = gdn_pool_row(&b->checkpoints, token + end);
-    struct gdn_recur r = {.n = (int)(end - t), .dim_k = b->dim_k, .n_cols = GDN_PANEL, .q = s->q + t * b->dim_k,
-                          .k = s->k + t * b->dim_k, .kq = s->kq + t, .decay = s->decay + t, .beta = s->beta + t,
-                          .v = s->v + t * GDN_PANEL, .out = s->v + t * GDN_PANEL, .ld = GDN_PANEL, .state = s->panel,
-                          .no_state = end == n && row < 0 && !out.data, .next = next_bytes > 0 ? next : NULL, .next_bytes = next_bytes};
+    for (end = t; end < n && row < 0; end++) row = gdn_pool_row(&b->checkpoints, token + end);
+    struct gdn_recur r = {.n = (int)(end - t),
+                          .dim_k = b->dim_k,
+                          .n_cols = GDN_PANEL,
+                          .q = s->q + t * b->dim_k,
+                          .k = s->k + t * b->dim_k,
+                          .kq = s->kq + t,
+                          .decay = s->decay + t,
+                          .beta = s->beta + t,
+                          .v = s->v + t * GDN_PANEL,
+                          .out = s->v + t * GDN_PANEL,
+                          .ld = GDN_PANEL,
+                          .state = s->panel,
+                          .no_state = end == n && row < 0 && !out.data,
+                          .next = next_bytes > 0 ? next : NULL,
+                          .next_bytes = next_bytes};
     kernels->recur(&r);
-    if (r.next)
-      next += r.n * (int64_t)b->dim_k * GDN_LINE_BYTES;
+    if (r.next) next += r.n * (int64_t)b->dim_k * GDN_LINE_BYTES;
     next_bytes -= r.n * (int64_t)b->dim_k * GDN_LINE_BYTES;
     if (row >= 0)
       kernels->state_store(GDN_PANEL, b->dim_k, s->panel, gdn_pool_state(&b->checkpoints, b, row, head_v, col));
@@ -147,8 +155,7 @@ static void decode_panel(const struct decode_job *job, const struct decode_scrat
   if (b->out.data)
     kernels->store_rows((int)n, GDN_PANEL, s->v, GDN_PANEL,
                         gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head_v), col));
-  if (out.data)
-    kernels->state_store(GDN_PANEL, b->dim_k, s->panel, out);
+  if (out.data) kernels->state_store(GDN_PANEL, b->dim_k, s->panel, out);
 }
 
 /* ---- both ---- */
@@ -158,15 +165,13 @@ static void decode_item(const struct decode_job *job, struct gdn_token *t, struc
   const int n_slices = b->dim_v / job->n_cols, first = (int)(item % n_slices) * job->n_cols;
   const int64_t lane = item / n_slices, seq = lane / b->n_heads_v;
   const int head_v = (int)(lane % b->n_heads_v);
-  if (!gdn_batch_len(b, seq))
-    return;
+  if (!gdn_batch_len(b, seq)) return;
   if (job->one_token) {
     gdn_token_step(&job->ctx->kernels, b, t, seq, seq, head_v, first, job->n_cols);
     return;
   }
   make_tokens(job, s, seq, head_v);
-  for (int col = first; col < first + job->n_cols; col += GDN_PANEL)
-    decode_panel(job, s, head_v, col);
+  for (int col = first; col < first + job->n_cols; col += GDN_PANEL) decode_panel(job, s, head_v, col);
 }
 
 static void decode_worker(void *arg, int worker, int n_workers) {
@@ -174,14 +179,12 @@ static void decode_worker(void *arg, int worker, int n_workers) {
   struct gdn_token t;
   struct decode_scratch s;
   t.token = -1;
-  if (!job->one_token)
-    carve_scratch(job->batch, job->ctx->scratch[worker].block, &s);
+  if (!job->one_token) carve_scratch(job->batch, job->ctx->scratch[worker].block, &s);
   for (int i = 0; i < n_workers; i++) {
     struct gdn_share *share = &job->ctx->shares[(worker + i) % n_workers];
     for (;;) {
       int64_t item = atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed);
-      if (item >= share->end)
-        break;
+      if (item >= share->end) break;
       decode_item(job, &t, &s, item);
     }
   }
@@ -190,8 +193,8 @@ static void decode_worker(void *arg, int worker, int n_workers) {
 /* Columns of an item: all of V, halved while there are fewer than 4 items a worker and panels stay whole. */
 static int slice_cols(const struct gdn_batch *b, int n_workers) {
   int n_cols = b->dim_v;
-  while (n_cols % (2 * GDN_PANEL) == 0 &&
-         b->n_seqs * b->n_heads_v * (b->dim_v / n_cols) < 4 * (int64_t)n_workers && n_workers > 1)
+  while (n_cols % (2 * GDN_PANEL) == 0 && b->n_seqs * b->n_heads_v * (b->dim_v / n_cols) < 4 * (int64_t)n_workers &&
+         n_workers > 1)
     n_cols /= 2;
   return n_cols;
 }
@@ -201,11 +204,9 @@ gdn_status gdn_run_decode(gdn_ctx *ctx, const struct gdn_batch *batch) {
                            batch->tokens_per_seq == 1 && !batch->checkpoint_every && gdn_token_step_fits(batch)};
   int64_t n_items = batch->n_seqs * batch->n_heads_v * (batch->dim_v / job.n_cols);
   struct decode_scratch s;
-  if (!n_items)
-    return GDN_OK;
-  gdn_status status = job.one_token ? GDN_OK : gdn_context_reserve(ctx, carve_scratch(batch, NULL, &s));
-  if (status)
-    return status;
+  if (!n_items) return GDN_OK;
+  gdn_status status = job.one_token ? GDN_OK : gdn_context_reserve(ctx, carve_scratch(batch, NULL, &s), 0);
+  if (status) return status;
   for (int w = 0; w < ctx->n_threads; w++) {
     atomic_store_explicit(&ctx->shares[w].next, n_items * w / ctx->n_threads, memory_order_relaxed);
     ctx->shares[w].end = n_items * (w + 1) / ctx->n_threads;

@@ -47,15 +47,15 @@ struct gdn_batch {
   int l2norm, form, schedule;
   float scale, eps;
   struct gdn_array q, k, v, g, beta, out;
-  int g_mode, beta_sigmoid;        /* what g and beta hold, as in struct gdn_gates */
-  struct gdn_rows a_log, dt_bias;  /* of all heads */
+  int g_mode, beta_sigmoid;       /* what g and beta hold, as in struct gdn_gates */
+  struct gdn_rows a_log, dt_bias; /* of all heads */
   float softplus_threshold;
   struct gdn_pool initial, final;
-  struct gdn_ints prefix_lens;           /* absent = 0 */
-  int64_t checkpoint_every;              /* 0 = no checkpoints; 1 in decode: token_states */
-  struct gdn_ints checkpoint_cu_starts;  /* [n_seqs + 1]; absent in decode */
-  struct gdn_pool checkpoints;           /* row index: checkpoint_cu_starts[seq] + j, in decode i T + j */
-  const char *pool_name;                 /* what error texts call all three pools; null = each by its field's name */
+  struct gdn_ints prefix_lens;          /* absent = 0 */
+  int64_t checkpoint_every;             /* 0 = no checkpoints; 1 in decode: token_states */
+  struct gdn_ints checkpoint_cu_starts; /* [n_seqs + 1]; absent in decode */
+  struct gdn_pool checkpoints;          /* row index: checkpoint_cu_starts[seq] + j, in decode i T + j */
+  const char *pool_name;                /* what error texts call all three pools; null = each by its field's name */
 };
 
 static inline int64_t gdn_batch_start(const struct gdn_batch *b, int64_t seq) {
@@ -63,8 +63,7 @@ static inline int64_t gdn_batch_start(const struct gdn_batch *b, int64_t seq) {
 }
 
 static inline int64_t gdn_batch_len(const struct gdn_batch *b, int64_t seq) {
-  if (b->cu_seqlens.data)
-    return gdn_int(&b->cu_seqlens, seq + 1) - gdn_int(&b->cu_seqlens, seq);
+  if (b->cu_seqlens.data) return gdn_int(&b->cu_seqlens, seq + 1) - gdn_int(&b->cu_seqlens, seq);
   return b->token_counts.data ? gdn_int(&b->token_counts, seq) : b->tokens_per_seq;
 }
 
@@ -85,8 +84,8 @@ static inline int gdn_dtype_bytes(int32_t dtype) {
 static inline struct gdn_rows gdn_array_rows(const struct gdn_array *a, int64_t token, int head) {
   struct gdn_rows r = {a->data, a->token_stride_elems, a->dtype};
   if (a->data)
-    r.data = a->data + (token * a->token_stride_elems + head / a->share * a->head_stride_elems) *
-                           gdn_dtype_bytes(a->dtype);
+    r.data =
+        a->data + (token * a->token_stride_elems + head / a->share * a->head_stride_elems) * gdn_dtype_bytes(a->dtype);
   return r;
 }
 
@@ -99,13 +98,16 @@ static inline struct gdn_rows_out gdn_array_rows_out(const struct gdn_array *a, 
 
 /* The gates of n tokens of one value head from token on; where they go is left open. */
 static inline struct gdn_gates gdn_batch_gates(const struct gdn_batch *b, int64_t token, int head, int n) {
-  struct gdn_gates a = {.n = n, .g_mode = b->g_mode, .beta_sigmoid = b->beta_sigmoid,
-                        .threshold = b->softplus_threshold, .g = gdn_array_rows(&b->g, token, head),
-                        .beta = gdn_array_rows(&b->beta, token, head), .a_log = b->a_log, .dt_bias = b->dt_bias};
-  if (a.a_log.data)
-    a.a_log.data = (const char *)a.a_log.data + head * gdn_dtype_bytes(a.a_log.dtype);
-  if (a.dt_bias.data)
-    a.dt_bias.data = (const char *)a.dt_bias.data + head * gdn_dtype_bytes(a.dt_bias.dtype);
+  struct gdn_gates a = {.n = n,
+                        .g_mode = b->g_mode,
+                        .beta_sigmoid = b->beta_sigmoid,
+                        .threshold = b->softplus_threshold,
+                        .g = gdn_array_rows(&b->g, token, head),
+                        .beta = gdn_array_rows(&b->beta, token, head),
+                        .a_log = b->a_log,
+                        .dt_bias = b->dt_bias};
+  if (a.a_log.data) a.a_log.data = (const char *)a.a_log.data + head * gdn_dtype_bytes(a.a_log.dtype);
+  if (a.dt_bias.data) a.dt_bias.data = (const char *)a.dt_bias.data + head * gdn_dtype_bytes(a.dt_bias.dtype);
   return a;
 }
 
@@ -113,9 +115,9 @@ static inline struct gdn_gates gdn_batch_gates(const struct gdn_batch *b, int64_
 static inline struct gdn_state_ref gdn_pool_state(const struct gdn_pool *p, const struct gdn_batch *b, int64_t row,
                                                   int head, int col) {
   struct gdn_state_ref s = {.stride_elems = p->k_major ? b->dim_v : b->dim_k, .dtype = p->dtype, .k_major = p->k_major};
-  int64_t at = row * p->row_stride_elems + (int64_t)head * b->dim_v * b->dim_k + (int64_t)col * (p->k_major ? 1 : b->dim_k);
-  if (row >= 0)
-    s.data = p->data + at * gdn_dtype_bytes(p->dtype);
+  int64_t at = row * p->row_stride_elems + (int64_t)head * b->dim_v * b->dim_k;
+  at += (int64_t)col * (p->k_major ? 1 : b->dim_k);
+  if (row >= 0) s.data = p->data + at * gdn_dtype_bytes(p->dtype);
   return s;
 }
 
@@ -168,21 +170,21 @@ gdn_status gdn_unpage_decode(const gdn_decode_args *args, const gdn_paged_args *
  * range of a lane's units; how many tasks a lane is cut into changes no bit. */
 struct gdn_plan {
   int64_t n_tasks;
-  int64_t claim;         /* tasks that a worker takes at once */
+  int64_t claim; /* tasks that a worker takes at once */
   int grain;
-  int n_units;           /* of a lane */
-  int n_slots;           /* units of the largest task */
-  int64_t n_wide;        /* the first of order, which run in windows and have no tasks */
-  int64_t n_order;       /* sequences with tokens */
-  int32_t *order;        /* [n_order] sequences, long before short */
-  int32_t *parts;        /* [n_order] tasks per lane */
-  int64_t *first_task;   /* [n_order + 1] */
-  int64_t capacity;      /* sequences that the arrays hold */
+  int n_units;         /* of a lane */
+  int n_slots;         /* units of the largest task */
+  int64_t n_wide;      /* the first of order, which run in windows and have no tasks */
+  int64_t n_order;     /* sequences with tokens */
+  int32_t *order;      /* [n_order] sequences, long before short */
+  int32_t *parts;      /* [n_order] tasks per lane */
+  int64_t *first_task; /* [n_order + 1] */
+  int64_t capacity;    /* sequences that the arrays hold */
 };
 
 struct gdn_task {
   int64_t seq;
-  int head;              /* q/k head */
+  int head; /* q/k head */
   int unit, n_units;
 };
 
@@ -243,8 +245,8 @@ struct gdn_share {
 #define GDN_MAX_TIERS 8
 
 struct gdn_ctx {
-  pid_t pid;            /* of the process that made it; a forked child has no workers */
-  pthread_mutex_t lock; /* one call at a time */
+  pid_t pid;                /* of the process that made it; a forked child has no workers */
+  pthread_mutex_t lock;     /* one call at a time */
   struct gdn_caller caller; /* of the call that runs */
   struct gdn_cpu cpu;
   struct gdn_topo *topo;
@@ -256,8 +258,9 @@ struct gdn_ctx {
   char placement[256];
   int n_threads, pinned;
   struct gdn_gemms *gemms[GDN_N_DIMS][GDN_N_DIMS]; /* by dim_k / 32 - 1, dim_v / 32 - 1; made on first use */
-  struct gdn_scratch *scratch;                      /* [n_threads] */
-  struct gdn_share *shares;                         /* [n_threads] */
+  uint64_t scratch_limit_bytes;
+  struct gdn_scratch *scratch; /* [n_threads] */
+  struct gdn_share *shares;    /* [n_threads] */
   struct gdn_row_set row_set;
   struct gdn_scratch shared;       /* windows of a prefill call */
   struct gdn_scratch slots_memory; /* rows of the last paged call that came with a table */
@@ -268,8 +271,9 @@ gdn_status gdn_context_make(const gdn_ctx_args *args, gdn_ctx **ctx);
 void gdn_context_free(gdn_ctx *ctx);
 /* Contexts of this process that are alive or being made. */
 int gdn_context_count(void);
-/* Gives every worker at least bytes of scratch; GDN_E_NOMEM leaves outputs untouched since it comes before any work. */
-gdn_status gdn_context_reserve(gdn_ctx *ctx, size_t bytes);
+/* Gives every worker at least bytes of scratch, and ctx->shared at least shared_bytes; GDN_E_NOMEM leaves outputs
+ * untouched since it comes before any work. */
+gdn_status gdn_context_reserve(gdn_ctx *ctx, size_t bytes, size_t shared_bytes);
 /* The product handles of a pair of head sizes; null when out of memory. */
 const struct gdn_gemms *gdn_context_gemms(gdn_ctx *ctx, int dim_k, int dim_v);
 

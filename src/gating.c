@@ -13,8 +13,7 @@ struct gating_job {
 /* Element i of x to head head + i of a token. */
 static void scatter(const struct gdn_array *a, int64_t token, int head, const float *x, int n) {
   float *row = (float *)a->data + token * a->token_stride_elems + head * a->head_stride_elems;
-  for (int i = 0; a->data && i < n; i++)
-    row[i * a->head_stride_elems] = x[i];
+  for (int i = 0; a->data && i < n; i++) row[i * a->head_stride_elems] = x[i];
 }
 
 /* Along the heads, which mostly are adjacent, so that a_log and dt_bias are vectors too. */
@@ -43,15 +42,12 @@ static void gating_worker(void *arg, int worker, int n_workers) {
   (void)n_workers;
   for (;;) {
     int64_t token = atomic_fetch_add_explicit(&job->next, TOKENS_PER_CLAIM, memory_order_relaxed);
-    if (token >= n_tokens)
-      break;
-    for (int64_t end = token + TOKENS_PER_CLAIM; token < end && token < n_tokens; token++)
-      gate_token(job, token);
+    if (token >= n_tokens) break;
+    for (int64_t end = token + TOKENS_PER_CLAIM; token < end && token < n_tokens; token++) gate_token(job, token);
   }
 }
 
 void gdn_run_gating(gdn_ctx *ctx, const struct gdn_gating *gating) {
   struct gating_job job = {.ctx = ctx, .gating = gating};
-  if (gating->batch.n_tokens)
-    gdn_team_run(ctx->team, gating_worker, &job);
+  if (gating->batch.n_tokens) gdn_team_run(ctx->team, gating_worker, &job);
 }

@@ -12,14 +12,12 @@
 
 static int length_class(int64_t len) {
   int c = 0;
-  while (len >>= 1)
-    c++;
+  while (len >>= 1) c++;
   return c;
 }
 
 static int plan_grow(struct gdn_plan *plan, int64_t n_seqs) {
-  if (plan->capacity >= n_seqs && plan->first_task)
-    return 0;
+  if (plan->capacity >= n_seqs && plan->first_task) return 0;
   gdn_plan_free(plan);
   size_t n = (size_t)n_seqs;
   plan->order = gdn_mem_alloc(n * sizeof *plan->order);
@@ -44,8 +42,7 @@ void gdn_plan_free(struct gdn_plan *plan) {
 static void sort_by_length(struct gdn_plan *plan, const struct gdn_batch *b) {
   int64_t count[64] = {0}, at[64];
   for (int64_t s = 0; s < b->n_seqs; s++)
-    if (gdn_batch_len(b, s) > 0)
-      count[length_class(gdn_batch_len(b, s))]++;
+    if (gdn_batch_len(b, s) > 0) count[length_class(gdn_batch_len(b, s))]++;
   int64_t n = 0;
   for (int c = 63; c >= 0; c--) {
     at[c] = n;
@@ -53,8 +50,7 @@ static void sort_by_length(struct gdn_plan *plan, const struct gdn_batch *b) {
   }
   plan->n_order = n;
   for (int64_t s = 0; s < b->n_seqs; s++)
-    if (gdn_batch_len(b, s) > 0)
-      plan->order[at[length_class(gdn_batch_len(b, s))]++] = (int32_t)s;
+    if (gdn_batch_len(b, s) > 0) plan->order[at[length_class(gdn_batch_len(b, s))]++] = (int32_t)s;
 }
 
 /* Parts of a lane of len tokens if a task shall cost about target (in tokens x units, percent). */
@@ -63,10 +59,8 @@ static int lane_parts(int64_t len, int64_t target, int n_units, int grain) {
   int least = (n_units + MAX_SLOTS - 1) / MAX_SLOTS;
   int64_t cost = len * n_units * 100;
   int64_t parts = target > 0 ? (cost + target - 1) / target : 1;
-  if (parts > most)
-    parts = most;
-  if (parts < least)
-    parts = least;
+  if (parts > most) parts = most;
+  if (parts < least) parts = least;
   return (int)parts;
 }
 
@@ -90,19 +84,17 @@ static int64_t makespan(const struct gdn_plan *plan, const struct gdn_batch *b, 
   return o->n_threads == 1 ? sum : even > largest ? even + largest / 2 : largest + largest / 2;
 }
 
-/* The cost model of the schedule. All lanes of a call together cost n_tokens * n_heads_k; an even share of that is what a
- * worker should do. A lane of more than half a share leaves too few to even out: workers that others slow down would end
- * last (16 lanes on 16 shared cores: 6.3 ms as lanes, 5.5 in windows). Such sequences run in windows.
- * Moves those sequences to the front. Windows of all their lanes are in memory at once, hence the limit. */
+/* The cost model of the schedule. All lanes of a call together cost n_tokens * n_heads_k; an even share of that is what
+ * a worker should do. A lane of more than half a share leaves too few to even out: workers that others slow down would
+ * end last (16 lanes on 16 shared cores: 6.3 ms as lanes, 5.5 in windows). Such sequences run in windows. Moves those
+ * sequences to the front. Windows of all their lanes are in memory at once, hence the limit. */
 static void find_wide(struct gdn_plan *plan, const struct gdn_batch *b, const struct gdn_plan_options *o) {
   plan->n_wide = 0;
-  if (o->schedule == GDN_SCHEDULE_LANES || (o->schedule == GDN_SCHEDULE_DEFAULT && o->n_threads == 1))
-    return;
+  if (o->schedule == GDN_SCHEDULE_LANES || (o->schedule == GDN_SCHEDULE_DEFAULT && o->n_threads == 1)) return;
   const int64_t most = o->n_threads > 16 ? 4 * o->n_threads : 64;
   for (int64_t i = 0; i < plan->n_order; i++) {
     int32_t seq = plan->order[i];
-    if ((plan->n_wide + 1) * b->n_heads_k > most || (plan->n_wide + 1) * b->n_heads_v > WIDE_HEADS_MAX)
-      return;
+    if ((plan->n_wide + 1) * b->n_heads_k > most || (plan->n_wide + 1) * b->n_heads_v > WIDE_HEADS_MAX) return;
     if (o->schedule == GDN_SCHEDULE_DEFAULT && 2 * gdn_batch_len(b, seq) * o->n_threads <= b->n_tokens * b->n_heads_k)
       continue;
     plan->order[i] = plan->order[plan->n_wide];
@@ -125,8 +117,7 @@ static int64_t best_target(const struct gdn_plan *plan, const struct gdn_batch *
 }
 
 int gdn_plan_make(struct gdn_plan *plan, const struct gdn_batch *b, const struct gdn_plan_options *o) {
-  if (plan_grow(plan, b->n_seqs))
-    return ENOMEM;
+  if (plan_grow(plan, b->n_seqs)) return ENOMEM;
   sort_by_length(plan, b);
   find_wide(plan, b, o);
   plan->grain = o->grain;
@@ -150,8 +141,7 @@ int gdn_plan_make(struct gdn_plan *plan, const struct gdn_batch *b, const struct
 
 /* Unit where part i of parts begins: even cuts, moved down to a multiple of grain. */
 static int part_start(int n_units, int parts, int i, int grain) {
-  if (i == parts)
-    return n_units;
+  if (i == parts) return n_units;
   int u = (int)((int64_t)n_units * i / parts);
   return u - u % grain;
 }
@@ -182,17 +172,14 @@ struct gdn_span gdn_span_first(const struct gdn_batch *b, int64_t seq) {
 }
 
 int gdn_span_next(const struct gdn_batch *b, struct gdn_span *s) {
-  if (s->end == s->stop)
-    return 0;
+  if (s->end == s->stop) return 0;
   s->token = s->end;
   s->end = s->stop;
   s->checkpoint = -1;
-  if (!b->checkpoint_every)
-    return 1;
+  if (!b->checkpoint_every) return 1;
   int64_t prefix = gdn_batch_prefix(b, s->seq);
   int64_t due = (prefix / b->checkpoint_every + s->n_done + 1) * b->checkpoint_every - prefix;
-  if (due > s->stop - gdn_batch_start(b, s->seq))
-    return 1;
+  if (due > s->stop - gdn_batch_start(b, s->seq)) return 1;
   s->end = gdn_batch_start(b, s->seq) + due;
   s->checkpoint = gdn_int(&b->checkpoint_cu_starts, s->seq) + s->n_done++;
   return 1;

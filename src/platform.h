@@ -11,8 +11,8 @@
 /* ---- cpu.c: what processor and system offer together ---- */
 
 enum {
-  GDN_CPU_AVX2 = 1u << 0,      /* AVX2, FMA and F16C, YMM state enabled */
-  GDN_CPU_AVX512 = 1u << 1,    /* F, BW, DQ, VL, ZMM state enabled; never without GDN_CPU_AVX2 */
+  GDN_CPU_AVX2 = 1u << 0,       /* AVX2, FMA and F16C, YMM state enabled */
+  GDN_CPU_AVX512 = 1u << 1,     /* F, BW, DQ, VL, ZMM state enabled; never without GDN_CPU_AVX2 */
   GDN_CPU_AVX512BF16 = 1u << 2, /* AVX512_BF16; never without GDN_CPU_AVX512 */
   GDN_CPU_AMX = 1u << 3 /* tiles of the size kernels expect, their bf16 products; never without GDN_CPU_AVX512BF16 */
 };

@@ -11,8 +11,7 @@ struct gdn_columns gdn_columns_at(const struct gdn_batch *b, const struct gdn_ta
   struct gdn_columns c = {t->head * group + unit / panels, unit % panels * GDN_PANEL, 0, unit - t->unit};
   int left = panels - unit % panels, here = t->unit + t->n_units - unit;
   c.n_cols = (left < here ? left : here) * GDN_PANEL;
-  if (c.n_cols > most)
-    c.n_cols = most;
+  if (c.n_cols > most) c.n_cols = most;
   return c;
 }
 
@@ -43,8 +42,7 @@ void gdn_states_store(const struct gdn_prefill_job *job, const struct gdn_task *
                       int64_t row, const float *state) {
   const struct gdn_batch *b = job->batch;
   struct gdn_columns c;
-  if (row < 0)
-    return;
+  if (row < 0) return;
   GDN_EACH_COLUMNS(b, t, b->dim_v, u, c) {
     struct gdn_state_ref to = gdn_pool_state(pool, b, row, c.head, c.col);
     to.stream = job->stream_states;
@@ -67,13 +65,11 @@ static void prefill_worker(void *arg, int worker, int n_workers) {
   const struct gdn_plan *plan = &job->ctx->plan;
   char *scratch = job->ctx->scratch[worker].block;
   uint32_t saved = job->ctx->kernels.thread_begin();
-  if (job->windows)
-    gdn_windows_run(job, worker, n_workers, scratch);
+  if (job->windows) gdn_windows_run(job, worker, n_workers, scratch);
   for (;;) {
     int64_t i = atomic_fetch_add_explicit(&job->next, plan->claim, memory_order_relaxed);
     int64_t end = i + plan->claim < plan->n_tasks ? i + plan->claim : plan->n_tasks;
-    if (i >= end)
-      break;
+    if (i >= end) break;
     for (; i < end; i++) {
       struct gdn_task t = gdn_plan_task(plan, i);
       if (job->form == GDN_FORM_CHUNK)
@@ -90,31 +86,27 @@ static gdn_status prepare(struct gdn_prefill_job *job, struct gdn_windows *windo
   gdn_ctx *ctx = job->ctx;
   const struct gdn_batch *b = job->batch;
   const int chunked = job->form == GDN_FORM_CHUNK;
-  const struct gdn_plan_options options = {
-      .n_threads = ctx->n_threads, .schedule = chunked ? b->schedule : GDN_SCHEDULE_LANES, .prep_percent = chunked ? 100 : 25,
-      .grain = (chunked ? b->dim_v : ctx->kernels.recur_cols) / GDN_PANEL};
+  const struct gdn_plan_options options = {.n_threads = ctx->n_threads,
+                                           .schedule = chunked ? b->schedule : GDN_SCHEDULE_LANES,
+                                           .prep_percent = chunked ? 100 : 25,
+                                           .grain = (chunked ? b->dim_v : ctx->kernels.recur_cols) / GDN_PANEL};
   if (gdn_plan_make(&ctx->plan, b, &options))
     return gdn_fail(GDN_E_NOMEM, "no memory to plan n_seqs = %lld", (long long)b->n_seqs);
   if (chunked && !(job->gemms = gdn_context_gemms(ctx, b->dim_k, b->dim_v)))
     return gdn_fail(GDN_E_NOMEM, "no memory for products of dim_k = %d, dim_v = %d", b->dim_k, b->dim_v);
-  gdn_status status = gdn_context_reserve(ctx, chunked ? gdn_chunk_scratch_bytes(job) : gdn_recur_scratch_bytes(job));
-  if (status || !ctx->plan.n_wide)
-    return status;
-  size_t bytes = gdn_windows_bytes(job, windows);
-  if (gdn_scratch_reserve(&ctx->shared, bytes))
-    return gdn_fail(GDN_E_NOMEM, "no memory for %zu bytes of scratch shared by the workers", bytes);
-  gdn_windows_begin(job, windows, ctx->shared.block);
-  return GDN_OK;
+  const size_t shared_bytes = ctx->plan.n_wide ? gdn_windows_bytes(job, windows) : 0;
+  gdn_status status =
+      gdn_context_reserve(ctx, chunked ? gdn_chunk_scratch_bytes(job) : gdn_recur_scratch_bytes(job), shared_bytes);
+  if (!status && shared_bytes) gdn_windows_begin(job, windows, ctx->shared.block);
+  return status;
 }
 
 gdn_status gdn_run_prefill(gdn_ctx *ctx, const struct gdn_batch *b) {
-  struct gdn_prefill_job job = {.ctx = ctx, .batch = b, .form = gdn_prefill_choose_form(ctx, b),
-                                .stream_states = streams_states(b)};
+  struct gdn_prefill_job job = {
+      .ctx = ctx, .batch = b, .form = gdn_prefill_choose_form(ctx, b), .stream_states = streams_states(b)};
   struct gdn_windows windows;
-  if (!b->n_tokens)
-    return GDN_OK;
+  if (!b->n_tokens) return GDN_OK;
   gdn_status status = prepare(&job, &windows);
-  if (!status)
-    gdn_team_run(ctx->team, prefill_worker, &job);
+  if (!status) gdn_team_run(ctx->team, prefill_worker, &job);
   return status;
 }

@@ -12,9 +12,9 @@ struct gdn_prefill_job {
   const struct gdn_batch *batch;
   const struct gdn_gemms *gemms; /* chunk form only */
   int form;
-  int stream_states; /* 1: stored states go past the caches */
+  int stream_states;           /* 1: stored states go past the caches */
   struct gdn_windows *windows; /* null = no sequence runs in windows */
-  atomic_llong next;     /* task of the plan */
+  atomic_llong next;           /* task of the plan */
 };
 
 /* ---- scratch: blocks one after the other, each aligned ---- */

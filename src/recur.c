@@ -16,8 +16,7 @@ void gdn_recur_carve(struct gdn_carver *c, const struct gdn_prefill_job *job, st
 }
 
 static void ahead_add(struct gdn_ahead *a, const void *row, int line, int64_t stride_elems, int32_t dtype) {
-  if (a->n == GDN_AHEAD_MAX)
-    return;
+  if (a->n == GDN_AHEAD_MAX) return;
   a->line[a->n] = (const char *)row + (ptrdiff_t)line * GDN_LINE_BYTES;
   a->stride_bytes[a->n++] = stride_elems * gdn_dtype_bytes(dtype);
 }
@@ -26,17 +25,16 @@ static int row_lines(int dim, int32_t dtype) {
   return dim * gdn_dtype_bytes(dtype) / GDN_LINE_BYTES;
 }
 
-/* What columns c, run number run of n_runs, fetch of the next n_rows tokens: their own v and out, their share of q, k. */
-static struct gdn_ahead ahead_of(const struct gdn_batch *b, const struct gdn_columns *c, int head_k, int run, int n_runs,
-                                 int64_t token, int n_rows) {
+/* What columns c, run number run of n_runs, fetch of the next n_rows tokens: their own v and out, their share of q, k.
+ * */
+static struct gdn_ahead ahead_of(const struct gdn_batch *b, const struct gdn_columns *c, int head_k, int run,
+                                 int n_runs, int64_t token, int n_rows) {
   struct gdn_ahead a = {.n = 0, .n_rows = n_rows};
-  if (n_rows <= 0)
-    return a;
+  if (n_rows <= 0) return a;
   struct gdn_rows q = gdn_array_rows(&b->q, token, head_k), k = gdn_array_rows(&b->k, token, head_k);
   struct gdn_rows v = gdn_rows_from(gdn_array_rows(&b->v, token, c->head), c->col);
   struct gdn_rows_out out = gdn_rows_out_from(gdn_array_rows_out(&b->out, token, c->head), c->col);
-  for (int line = 0; line < row_lines(c->n_cols, v.dtype); line++)
-    ahead_add(&a, v.data, line, v.stride_elems, v.dtype);
+  for (int line = 0; line < row_lines(c->n_cols, v.dtype); line++) ahead_add(&a, v.data, line, v.stride_elems, v.dtype);
   for (int line = 0; line < row_lines(c->n_cols, out.dtype); line++)
     ahead_add(&a, out.data, line, out.stride_elems, out.dtype);
   for (int line = run; line < row_lines(b->dim_k, q.dtype); line += n_runs)
@@ -65,8 +63,17 @@ static void recur_block(const struct gdn_prefill_job *job, const struct gdn_task
     }
     head = c.head;
     kernels->load_rows(n, c.n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head), c.col), s->v, c.n_cols);
-    struct gdn_recur r = {.n = n, .dim_k = b->dim_k, .n_cols = c.n_cols, .q = s->q, .k = s->k, .kq = s->kq,
-                          .decay = s->decay, .beta = s->beta, .v = s->v, .out = s->v, .ld = c.n_cols,
+    struct gdn_recur r = {.n = n,
+                          .dim_k = b->dim_k,
+                          .n_cols = c.n_cols,
+                          .q = s->q,
+                          .k = s->k,
+                          .kq = s->kq,
+                          .decay = s->decay,
+                          .beta = s->beta,
+                          .v = s->v,
+                          .out = s->v,
+                          .ld = c.n_cols,
                           .state = state + (int64_t)c.slot * b->dim_k * GDN_PANEL,
                           .ahead = ahead_of(b, &c, t->head, u - t->unit, t->n_units, token + n, n_more)};
     kernels->recur(&r);
@@ -85,8 +92,7 @@ void gdn_recur_tokens(const struct gdn_prefill_job *job, const struct gdn_task *
 
 /* Whether a sequence is one token and nothing is due after it but its final state. */
 static int is_one_token(const struct gdn_batch *b, int64_t seq) {
-  if (gdn_batch_len(b, seq) != 1 || !gdn_token_step_fits(b))
-    return 0;
+  if (gdn_batch_len(b, seq) != 1 || !gdn_token_step_fits(b)) return 0;
   return !b->checkpoint_every || (gdn_batch_prefix(b, seq) + 1) % b->checkpoint_every != 0;
 }
 
@@ -97,7 +103,7 @@ static void recur_one_token(const struct gdn_prefill_job *job, const struct gdn_
   token.token = -1;
   struct gdn_columns c;
   GDN_EACH_COLUMNS(b, t, b->dim_v, u, c)
-    gdn_token_step(&job->ctx->kernels, b, &token, t->seq, gdn_batch_start(b, t->seq), c.head, c.col, c.n_cols);
+  gdn_token_step(&job->ctx->kernels, b, &token, t->seq, gdn_batch_start(b, t->seq), c.head, c.col, c.n_cols);
 }
 
 static float *task_carve(struct gdn_carver *c, const struct gdn_prefill_job *job, struct gdn_recur_scratch *s) {

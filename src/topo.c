@@ -155,8 +155,8 @@ static int list_is_allowed(const cpu_set_t *mask, struct reason why) {
 
 /* ---- hwloc ---- */
 
-/* The allowed processing units of every core in hwloc's order, so that neighbours share caches; the first of every core,
- * then the second ones. Returns the number of cores. */
+/* The allowed processing units of every core in hwloc's order, so that neighbours share caches; the first of every
+ * core, then the second ones. Returns the number of cores. */
 static int list_units(hwloc_topology_t topology, const cpu_set_t *mask, int *units, int *n_units) {
   const int n = hwloc_get_nbobjs_by_type(topology, HWLOC_OBJ_CORE);
   int n_cores = 0;
@@ -202,14 +202,14 @@ static int knows_all(hwloc_topology_t topology, const cpu_set_t *mask) {
   return n_known == CPU_COUNT_S(sizeof(cpu_mask), mask);
 }
 
-/* Null where hwloc does not know all cpus of mask: it describes another machine (HWLOC_XMLFILE, HWLOC_SYNTHETIC), or sees
- * little of this one. Without sysfs it would print a complaint and make up one core, so it is not asked. */
+/* Null where hwloc does not know all cpus of mask: it describes another machine (HWLOC_XMLFILE, HWLOC_SYNTHETIC), or
+ * sees little of this one. Without sysfs it would print a complaint and make up one core, so it is not asked. */
 static hwloc_topology_t load_hwloc(const cpu_set_t *mask) {
   hwloc_topology_t topology;
   if (access("/sys/devices/system/cpu/cpu0/topology", R_OK | X_OK) < 0) return NULL;
   if (hwloc_topology_init(&topology) < 0) return NULL;
-  /* Cores only, nodes are always there: 2.0 ms against 2.6 ms with all types and 3.3 ms with I/O devices (2 cores, hwloc
-   * 2.9). The default may bind the calling thread to one processing unit after the other while it reads CPUID. */
+  /* Cores only, nodes are always there: 2.0 ms against 2.6 ms with all types and 3.3 ms with I/O devices (2 cores,
+   * hwloc 2.9). The default may bind the calling thread to one processing unit after the other while it reads CPUID. */
   hwloc_topology_set_all_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_NONE);
   hwloc_topology_set_type_filter(topology, HWLOC_OBJ_CORE, HWLOC_TYPE_FILTER_KEEP_ALL);
   unsigned long flags = 0;
@@ -265,7 +265,8 @@ static int has_word(const char *list, const char *word) {
   return 0;
 }
 
-/* The process's directory in the hierarchy that rules cpu time: "id:controllers:dir" lines, version 2 without either. */
+/* The process's directory in the hierarchy that rules cpu time: "id:controllers:dir" lines, version 2 without either.
+ * */
 static int find_group(FILE *file, int version, char *dir, size_t dir_bytes) {
   static const char format[] = "%*d:%255[^:\n]:%1023[^\n]";
   char line[MAX_PATH_BYTES + 300], controllers[256], path[MAX_PATH_BYTES];

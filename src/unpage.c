@@ -17,6 +17,7 @@ gdn_status gdn_check_table_size(const gdn_page_table *table, struct gdn_pages *p
     return gdn_fail(GDN_E_SIZE, "table.n_page_indices = %" PRId64 ": expected 0 .. %d", t.n_page_indices, MAX_COUNT);
   if (t.index_dtype != GDN_DTYPE_DEFAULT && t.index_dtype != GDN_I32 && t.index_dtype != GDN_I64)
     return gdn_fail(GDN_E_DTYPE, "table.index_dtype = %d: expected GDN_I32 or GDN_I64", t.index_dtype);
+  if (t.reserved) return gdn_fail(GDN_E_OPTION, "table.reserved = %d: expected 0", t.reserved);
   int wide = t.index_dtype == GDN_I64;
   *pages = (struct gdn_pages){.n_seqs = t.n_seqs,
                               .n_pages = t.n_pages,

@@ -13,8 +13,7 @@
 /* ---- structs and plain fields ---- */
 
 gdn_status gdn_check_struct(const void *src, const char *what, size_t min_bytes, void *dst, size_t dst_bytes) {
-  if (!src)
-    return gdn_fail(GDN_E_NULL, "%s is null", what);
+  if (!src) return gdn_fail(GDN_E_NULL, "%s is null", what);
   size_t bytes;
   memcpy(&bytes, src, sizeof bytes);
   if (bytes < min_bytes || bytes > 1u << 16)
@@ -40,8 +39,7 @@ static gdn_status check_heads(const struct gdn_batch *b, int n_heads_q) {
     return gdn_fail(GDN_E_HEADS, "n_heads_q = %d: expected 0 .. %d", n_heads_q, MAX_HEADS);
   if (b->n_heads_v % b->n_heads_k)
     return gdn_fail(GDN_E_HEADS, "n_heads_v = %d is not a multiple of n_heads_k = %d", b->n_heads_v, b->n_heads_k);
-  if (!n_heads_q || n_heads_q == b->n_heads_k)
-    return GDN_OK;
+  if (!n_heads_q || n_heads_q == b->n_heads_k) return GDN_OK;
   if (n_heads_q % b->n_heads_k)
     return gdn_fail(GDN_E_HEADS, "n_heads_q = %d is not a multiple of n_heads_k = %d", n_heads_q, b->n_heads_k);
   if (b->n_heads_k != b->n_heads_v)
@@ -52,8 +50,7 @@ static gdn_status check_heads(const struct gdn_batch *b, int n_heads_q) {
 
 static gdn_status check_shape(const struct gdn_batch *b, int n_heads_q, uint32_t flags) {
   const uint32_t known = GDN_L2NORM_QK | GDN_LINEAR_G;
-  if (flags & ~known)
-    return gdn_fail(GDN_E_FLAGS, "flags = 0x%x: unknown bits 0x%x", flags, flags & ~known);
+  if (flags & ~known) return gdn_fail(GDN_E_FLAGS, "flags = 0x%x: unknown bits 0x%x", flags, flags & ~known);
   if (b->form < GDN_FORM_DEFAULT || b->form > GDN_FORM_CHUNK)
     return gdn_fail(GDN_E_OPTION, "form = %d: not one of GDN_FORM_*", b->form);
   if (b->schedule < GDN_SCHEDULE_DEFAULT || b->schedule > GDN_SCHEDULE_WINDOWS)
@@ -63,14 +60,12 @@ static gdn_status check_shape(const struct gdn_batch *b, int n_heads_q, uint32_t
   if (b->n_tokens < 0 || b->n_tokens > MAX_COUNT)
     return gdn_fail(GDN_E_SIZE, "n_tokens = %" PRId64 ": expected 0 .. %d", b->n_tokens, MAX_COUNT);
   gdn_status status = check_heads(b, n_heads_q);
-  if (status)
-    return status;
+  if (status) return status;
   if (b->dim_k < 32 || b->dim_k > GDN_DIM_MAX || b->dim_k % 32)
     return gdn_fail(GDN_E_DIM, "dim_k = %d: expected a multiple of 32 in 32 .. %d", b->dim_k, GDN_DIM_MAX);
   if (b->dim_v < 32 || b->dim_v > GDN_DIM_MAX || b->dim_v % 32)
     return gdn_fail(GDN_E_DIM, "dim_v = %d: expected a multiple of 32 in 32 .. %d", b->dim_v, GDN_DIM_MAX);
-  if (!isfinite(b->scale))
-    return gdn_fail(GDN_E_VALUE, "scale = %g: expected a finite number", (double)b->scale);
+  if (!isfinite(b->scale)) return gdn_fail(GDN_E_VALUE, "scale = %g: expected a finite number", (double)b->scale);
   if (!isfinite(b->eps) || b->eps < 0)
     return gdn_fail(GDN_E_VALUE, "eps = %g: expected a finite number, 0 or more", (double)b->eps);
   return GDN_OK;
@@ -79,9 +74,12 @@ static gdn_status check_shape(const struct gdn_batch *b, int n_heads_q, uint32_t
 /* A q head is a lane of its own, and the heads of k and v are shared. Returns how many q heads share one. */
 static int spread_q_heads(struct gdn_batch *b, int n_heads_q) {
   const int share = n_heads_q ? n_heads_q / b->n_heads_k : 1;
-  if (share > 1)
-    b->n_heads_k = b->n_heads_v = n_heads_q;
+  if (share > 1) b->n_heads_k = b->n_heads_v = n_heads_q;
   return share;
+}
+
+static gdn_status check_reserved(const char *name, int32_t value) {
+  return value ? gdn_fail(GDN_E_OPTION, "%s = %d: expected 0", name, value) : GDN_OK;
 }
 
 static gdn_status check_ints(const char *name, const void *data, int32_t dtype, struct gdn_ints *ints) {
@@ -93,17 +91,15 @@ static gdn_status check_ints(const char *name, const void *data, int32_t dtype, 
 
 static gdn_status check_cu_seqlens(const void *cu_seqlens, int32_t dtype, struct gdn_batch *b) {
   gdn_status status = check_ints("cu_seqlens", cu_seqlens, dtype, &b->cu_seqlens);
-  if (status)
-    return status;
+  if (status) return status;
   const struct gdn_ints *cu = &b->cu_seqlens;
-  if (!cu->data)
-    return gdn_fail(GDN_E_NULL, "cu_seqlens is null");
-  if (gdn_int(cu, 0) != 0)
-    return gdn_fail(GDN_E_LENGTHS, "cu_seqlens[0] = %" PRId64 ": expected 0", gdn_int(cu, 0));
+  if (!cu->data) return gdn_fail(GDN_E_NULL, "cu_seqlens is null");
+  if (gdn_int(cu, 0) != 0) return gdn_fail(GDN_E_LENGTHS, "cu_seqlens[0] = %" PRId64 ": expected 0", gdn_int(cu, 0));
   for (int64_t i = 0; i < b->n_seqs; i++)
     if (gdn_int(cu, i + 1) < gdn_int(cu, i))
-      return gdn_fail(GDN_E_LENGTHS, "cu_seqlens[%" PRId64 "] = %" PRId64 " is below cu_seqlens[%" PRId64 "] = %" PRId64,
-                      i + 1, gdn_int(cu, i + 1), i, gdn_int(cu, i));
+      return gdn_fail(GDN_E_LENGTHS,
+                      "cu_seqlens[%" PRId64 "] = %" PRId64 " is below cu_seqlens[%" PRId64 "] = %" PRId64, i + 1,
+                      gdn_int(cu, i + 1), i, gdn_int(cu, i));
   if (gdn_int(cu, b->n_seqs) != b->n_tokens)
     return gdn_fail(GDN_E_LENGTHS, "cu_seqlens[%" PRId64 "] = %" PRId64 ": expected n_tokens = %" PRId64, b->n_seqs,
                     gdn_int(cu, b->n_seqs), b->n_tokens);
@@ -136,10 +132,8 @@ static int periodic_overlap(int64_t offset, int64_t span_a, int64_t span_b, int6
 
 /* Never false for regions that share a byte; true for some that interleave in ways engines do not use. */
 static int regions_overlap(const struct region *a, const struct region *b) {
-  if (a->n_outer < 1 || b->n_outer < 1)
-    return 0;
-  if (a->start + (uintptr_t)region_span(a) <= b->start || b->start + (uintptr_t)region_span(b) <= a->start)
-    return 0;
+  if (a->n_outer < 1 || b->n_outer < 1) return 0;
+  if (a->start + (uintptr_t)region_span(a) <= b->start || b->start + (uintptr_t)region_span(b) <= a->start) return 0;
   int64_t offset = (int64_t)(b->start - a->start);
   if (a->outer == b->outer && region_block(a) <= a->outer && region_block(b) <= b->outer &&
       !periodic_overlap(offset, region_block(a), region_block(b), a->outer))
@@ -178,10 +172,12 @@ static gdn_status check_array(const struct array_spec *s, const gdn_tensor *t, s
   memset(a, 0, sizeof *a);
   a->share = s->share;
   if (!t->data) {
-    if (s->optional || !s->n_tokens)
-      return GDN_OK;
+    if (s->optional || !s->n_tokens) return GDN_OK;
     return gdn_fail(GDN_E_NULL, "%s.data is null", s->name);
   }
+  char reserved[48];
+  snprintf(reserved, sizeof reserved, "%s.reserved", s->name);
+  if (check_reserved(reserved, t->reserved)) return GDN_E_OPTION;
   a->dtype = t->dtype == GDN_DTYPE_DEFAULT ? s->dtype_default : t->dtype;
   if (a->dtype < 0 || a->dtype > 31 || !(s->dtypes >> a->dtype & 1))
     return gdn_fail(GDN_E_DTYPE, "%s.dtype = %d: expected %s", s->name, t->dtype, dtype_list(s->dtypes));
@@ -209,8 +205,13 @@ static gdn_status check_array(const struct array_spec *s, const gdn_tensor *t, s
 /* n_heads: of the batch. */
 static struct region array_region(const char *name, const struct gdn_array *a, int64_t n_tokens, int n_heads, int dim) {
   int bytes = gdn_dtype_bytes(a->dtype);
-  struct region r = {name, (uintptr_t)a->data, n_tokens, a->token_stride_elems * bytes, n_heads / a->share,
-                     a->head_stride_elems * bytes, (int64_t)dim * bytes};
+  struct region r = {name,
+                     (uintptr_t)a->data,
+                     n_tokens,
+                     a->token_stride_elems * bytes,
+                     n_heads / a->share,
+                     a->head_stride_elems * bytes,
+                     (int64_t)dim * bytes};
   return r;
 }
 
@@ -220,7 +221,7 @@ struct tokens {
   const gdn_tensor_out *out;
   const gdn_raw_gates *raw;
   uint32_t flags;
-  int share;     /* see spread_q_heads */
+  int share;      /* see spread_q_heads */
   int only_state; /* out and q may be absent */
 };
 
@@ -235,22 +236,22 @@ static gdn_status check_head_array(const char *name, const void *data, int32_t d
 
 /* Everything of raw gates but the arrays a and b. */
 static gdn_status check_raw(const gdn_raw_gates *raw, int64_t n_tokens, struct gdn_batch *b) {
+  if (check_reserved("raw_gates.reserved", raw->reserved)) return GDN_E_OPTION;
   const float threshold = raw->softplus_threshold;
   if (!(threshold >= 0))
     return gdn_fail(GDN_E_VALUE, "raw_gates.softplus_threshold = %g: expected 0 or more", (double)threshold);
   b->softplus_threshold = threshold > 0 ? threshold : 20;
-  if (raw->a.data && !raw->a_log)
-    return gdn_fail(GDN_E_NULL, "raw_gates.a_log is null, but raw_gates.a is given");
+  if (raw->a.data && !raw->a_log) return gdn_fail(GDN_E_NULL, "raw_gates.a_log is null, but raw_gates.a is given");
   if (n_tokens && !raw->a.data && (raw->a_log || raw->dt_bias))
-    return gdn_fail(GDN_E_NULL, "raw_gates.a.data is null, but raw_gates.%s is given", raw->a_log ? "a_log" : "dt_bias");
+    return gdn_fail(GDN_E_NULL, "raw_gates.a.data is null, but raw_gates.%s is given",
+                    raw->a_log ? "a_log" : "dt_bias");
   gdn_status status = check_head_array("raw_gates.a_log", raw->a_log, raw->a_log_dtype, &b->a_log);
   return status ? status : check_head_array("raw_gates.dt_bias", raw->dt_bias, raw->dt_bias_dtype, &b->dt_bias);
 }
 
 /* Which of g, beta and raw gates are used. */
 static gdn_status check_gates(const struct tokens *t, struct gdn_batch *b) {
-  if (t->raw->a.data && t->g->data)
-    return gdn_fail(GDN_E_OPTION, "g and raw_gates.a are both given: expected one");
+  if (t->raw->a.data && t->g->data) return gdn_fail(GDN_E_OPTION, "g and raw_gates.a are both given: expected one");
   if (t->raw->b.data && t->beta->data)
     return gdn_fail(GDN_E_OPTION, "beta and raw_gates.b are both given: expected one");
   if (t->raw->a.data && t->flags & GDN_LINEAR_G)
@@ -262,7 +263,8 @@ static gdn_status check_gates(const struct tokens *t, struct gdn_batch *b) {
 
 static gdn_status check_arrays(const struct tokens *t, struct gdn_batch *b) {
   const unsigned f32 = 1u << GDN_F32;
-  const gdn_tensor out = {t->out->data, t->out->token_stride_elems, t->out->head_stride_elems, t->out->dtype, 0};
+  const gdn_tensor out = {t->out->data, t->out->token_stride_elems, t->out->head_stride_elems, t->out->dtype,
+                          t->out->reserved};
   const int h_k = b->n_heads_k, h_v = b->n_heads_v, share = t->share, no_q = t->only_state && !out.data;
   const int raw_a = t->raw->a.data != NULL, raw_b = t->raw->b.data != NULL;
   const struct {
@@ -274,9 +276,11 @@ static gdn_status check_arrays(const struct tokens *t, struct gdn_batch *b) {
       {{"k", b->n_tokens, h_k / share, share, b->dim_k, FLOATS, GDN_BF16, 0, 0}, t->k, &b->k},
       {{"v", b->n_tokens, h_v / share, share, b->dim_v, FLOATS, GDN_BF16, 0, 0}, t->v, &b->v},
       {{raw_a ? "raw_gates.a" : "g", b->n_tokens, h_v, 1, 1, raw_a ? FLOATS : f32, GDN_F32, 1, 0},
-       raw_a ? &t->raw->a : t->g, &b->g},
+       raw_a ? &t->raw->a : t->g,
+       &b->g},
       {{raw_b ? "raw_gates.b" : "beta", b->n_tokens, h_v, 1, 1, FLOATS, GDN_F32, 1, 0},
-       raw_b ? &t->raw->b : t->beta, &b->beta},
+       raw_b ? &t->raw->b : t->beta,
+       &b->beta},
       {{"out", b->n_tokens, h_v, 1, b->dim_v, FLOATS, GDN_BF16, t->only_state, 1}, &out, &b->out},
   };
   gdn_status status = check_gates(t, b);
@@ -310,8 +314,7 @@ static gdn_status check_pool(const char *name, const gdn_states *s, const struct
                              struct gdn_pool *p) {
   memset(p, 0, sizeof *p);
   if (!s->data) {
-    if (s->rows)
-      return gdn_fail(GDN_E_NULL, "%s.data is null, but %s.rows is given", name, name);
+    if (s->rows) return gdn_fail(GDN_E_NULL, "%s.data is null, but %s.rows is given", name, name);
     return GDN_OK;
   }
   p->dtype = s->dtype == GDN_DTYPE_DEFAULT ? GDN_F32 : s->dtype;
@@ -323,11 +326,9 @@ static gdn_status check_pool(const char *name, const gdn_states *s, const struct
   char rows_name[48];
   snprintf(rows_name, sizeof rows_name, "%s.rows", name);
   gdn_status status = check_ints(rows_name, s->rows, s->rows ? s->rows_dtype : GDN_DTYPE_DEFAULT, &p->rows);
-  if (status)
-    return status;
+  if (status) return status;
   int64_t row_elems = (int64_t)b->n_heads_v * b->dim_v * b->dim_k, total;
-  if (s->n_rows < 0)
-    return gdn_fail(GDN_E_SIZE, "%s.n_rows = %" PRId64 ": negative", name, s->n_rows);
+  if (s->n_rows < 0) return gdn_fail(GDN_E_SIZE, "%s.n_rows = %" PRId64 ": negative", name, s->n_rows);
   if (s->row_stride_elems && s->row_stride_elems < row_elems)
     return gdn_fail(GDN_E_STRIDE, "%s.row_stride_elems = %" PRId64 ": a row has %" PRId64 " elements", name,
                     s->row_stride_elems, row_elems);
@@ -353,8 +354,7 @@ static struct region pool_region(const char *name, const struct gdn_pool *p, con
 
 static gdn_status row_set_reset(struct gdn_row_set *set, int64_t n) {
   int64_t need = 16;
-  while (need < 2 * n)
-    need *= 2;
+  while (need < 2 * n) need *= 2;
   if (set->allocated < need) {
     int64_t *keys = gdn_mem_alloc((size_t)need * sizeof *keys), *seqs = gdn_mem_alloc((size_t)need * sizeof *seqs);
     if (!keys || !seqs) {
@@ -375,8 +375,7 @@ static gdn_status row_set_reset(struct gdn_row_set *set, int64_t n) {
 static int64_t row_set_slot(const struct gdn_row_set *set, int64_t key) {
   uint64_t h = (uint64_t)key * UINT64_C(0x9E3779B97F4A7C15);
   int64_t i = (int64_t)(h >> 32) & (set->capacity - 1);
-  while (set->keys[i] && set->keys[i] != key + 1)
-    i = (i + 1) & (set->capacity - 1);
+  while (set->keys[i] && set->keys[i] != key + 1) i = (i + 1) & (set->capacity - 1);
   return i;
 }
 
@@ -389,8 +388,8 @@ static int same_pool(const struct gdn_pool *a, const struct gdn_pool *b) {
 static gdn_status enter_writer(struct gdn_row_set *set, const char *name, int which, int64_t row, int64_t seq) {
   int64_t slot = row_set_slot(set, 2 * row + which);
   if (set->keys[slot])
-    return gdn_fail(GDN_E_ROW_CONFLICT, "%s row %" PRId64 " is written by sequences %" PRId64 " and %" PRId64, name, row,
-                    set->seqs[slot], seq);
+    return gdn_fail(GDN_E_ROW_CONFLICT, "%s row %" PRId64 " is written by sequences %" PRId64 " and %" PRId64, name,
+                    row, set->seqs[slot], seq);
   set->keys[slot] = 2 * row + which + 1;
   set->seqs[slot] = seq;
   return GDN_OK;
@@ -399,10 +398,8 @@ static gdn_status enter_writer(struct gdn_row_set *set, const char *name, int wh
 static gdn_status enter_writers(const struct gdn_batch *b, struct gdn_row_set *set, int64_t seq) {
   const struct gdn_pool *final = &b->final, *points = &b->checkpoints;
   int64_t final_row = gdn_pool_row(final, seq);
-  gdn_status status =
-      final_row < 0 ? GDN_OK : enter_writer(set, pool_name(b, "final_state"), 0, final_row, seq);
-  if (status || !b->checkpoint_every)
-    return status;
+  gdn_status status = final_row < 0 ? GDN_OK : enter_writer(set, pool_name(b, "final_state"), 0, final_row, seq);
+  if (status || !b->checkpoint_every) return status;
   int together = same_pool(points, final);
   int64_t at = first_point(b, seq);
   int64_t end = b->checkpoint_cu_starts.data ? first_point(b, seq + 1) : at + gdn_batch_len(b, seq);
@@ -410,8 +407,7 @@ static gdn_status enter_writers(const struct gdn_batch *b, struct gdn_row_set *s
   for (; !status && at < end; at++) {
     int64_t row = gdn_pool_row(points, at);
     /* The last checkpoint may be the final state itself. */
-    if (row < 0 || (together && row == final_row && at == end - 1 && at_stop))
-      continue;
+    if (row < 0 || (together && row == final_row && at == end - 1 && at_stop)) continue;
     status = enter_writer(set, pool_name(b, points_name(b)), !together, row, seq);
   }
   return status;
@@ -422,21 +418,18 @@ static gdn_status check_row_conflicts(const struct gdn_batch *b, struct gdn_row_
   const struct gdn_pool *in = &b->initial;
   int which = same_pool(in, &b->final) ? 0 : same_pool(in, &b->checkpoints) ? 1 : -1;
   int packed = !b->final.rows.data && !in->rows.data && !b->checkpoint_every;
-  if (packed || (!b->final.data && !b->checkpoints.data))
-    return GDN_OK;
+  if (packed || (!b->final.data && !b->checkpoints.data)) return GDN_OK;
   gdn_status status = row_set_reset(set, b->n_seqs + n_points(b));
   for (int64_t i = 0; !status && i < b->n_seqs; i++)
-    if (gdn_batch_len(b, i))
-      status = enter_writers(b, set, i);
+    if (gdn_batch_len(b, i)) status = enter_writers(b, set, i);
   for (int64_t i = 0; !status && which >= 0 && i < b->n_seqs; i++) {
     int64_t row = gdn_pool_row(in, i);
-    if (row < 0 || !gdn_batch_len(b, i))
-      continue;
+    if (row < 0 || !gdn_batch_len(b, i)) continue;
     int64_t slot = row_set_slot(set, 2 * row + which);
     if (set->keys[slot] && set->seqs[slot] != i)
       status = gdn_fail(GDN_E_ROW_CONFLICT,
-                        "row %" PRId64 " is read by sequence %" PRId64 " (initial_state) and written by sequence %" PRId64
-                        " (%s)",
+                        "row %" PRId64 " is read by sequence %" PRId64
+                        " (initial_state) and written by sequence %" PRId64 " (%s)",
                         row, i, set->seqs[slot], which ? points_name(b) : "final_state or checkpoints");
   }
   return status;
@@ -493,21 +486,16 @@ static gdn_status check_overlaps(const struct gdn_batch *b) {
 /* ---- calls ---- */
 
 static void set_defaults(struct gdn_batch *b) {
-  if (!b->scale)
-    b->scale = 1.0f / sqrtf((float)b->dim_k);
-  if (!b->eps)
-    b->eps = 1e-6f;
+  if (!b->scale) b->scale = 1.0f / sqrtf((float)b->dim_k);
+  if (!b->eps) b->eps = 1e-6f;
 }
 
 static gdn_status check_states(const gdn_states *initial, const gdn_states *final, struct gdn_row_set *set,
                                struct gdn_batch *b) {
   gdn_status status = check_pool(pool_name(b, "initial_state"), initial, b, b->n_seqs, &b->initial);
-  if (!status)
-    status = check_pool(pool_name(b, "final_state"), final, b, b->n_seqs, &b->final);
-  if (!status)
-    status = check_overlaps(b);
-  if (!status)
-    status = check_row_conflicts(b, set);
+  if (!status) status = check_pool(pool_name(b, "final_state"), final, b, b->n_seqs, &b->final);
+  if (!status) status = check_overlaps(b);
+  if (!status) status = check_row_conflicts(b, set);
   return status;
 }
 
@@ -524,19 +512,16 @@ static gdn_status check_prefix_lens(const gdn_prefill_args *a, struct gdn_batch 
 static gdn_status check_checkpoints(const gdn_prefill_args *a, struct gdn_batch *b) {
   const int64_t every = b->checkpoint_every = a->checkpoint_every_n_tokens;
   struct gdn_ints *starts = &b->checkpoint_cu_starts;
-  if (every < 0)
-    return gdn_fail(GDN_E_SIZE, "checkpoint_every_n_tokens = %" PRId64 ": negative", every);
+  if (every < 0) return gdn_fail(GDN_E_SIZE, "checkpoint_every_n_tokens = %" PRId64 ": negative", every);
   if (!every && (a->checkpoints.data || a->checkpoint_cu_starts))
     return gdn_fail(GDN_E_SIZE, "checkpoint_every_n_tokens = 0, but %s is given",
                     a->checkpoints.data ? "checkpoints.data" : "checkpoint_cu_starts");
-  if (!every)
-    return GDN_OK;
+  if (!every) return GDN_OK;
   if (!a->checkpoint_cu_starts)
     return gdn_fail(GDN_E_NULL, "checkpoint_cu_starts is null, but checkpoint_every_n_tokens = %" PRId64, every);
   gdn_status status =
       check_ints("checkpoint_cu_starts", a->checkpoint_cu_starts, a->checkpoint_cu_starts_dtype, starts);
-  if (status)
-    return status;
+  if (status) return status;
   if (gdn_int(starts, 0))
     return gdn_fail(GDN_E_LENGTHS, "checkpoint_cu_starts[0] = %" PRId64 ": expected 0", gdn_int(starts, 0));
   for (int64_t i = 0; i < b->n_seqs; i++) {
@@ -554,9 +539,17 @@ static gdn_status check_checkpoints(const gdn_prefill_args *a, struct gdn_batch 
 }
 
 gdn_status gdn_check_lengths(const gdn_prefill_args *a, struct gdn_batch *b) {
-  *b = (struct gdn_batch){.n_seqs = a->n_seqs, .n_tokens = a->n_tokens, .n_heads_k = a->n_heads_k,
-                          .n_heads_v = a->n_heads_v, .dim_k = a->dim_k, .dim_v = a->dim_v, .form = a->form, .schedule = a->schedule,
-                          .l2norm = (a->flags & GDN_L2NORM_QK) != 0, .scale = a->scale, .eps = a->eps};
+  *b = (struct gdn_batch){.n_seqs = a->n_seqs,
+                          .n_tokens = a->n_tokens,
+                          .n_heads_k = a->n_heads_k,
+                          .n_heads_v = a->n_heads_v,
+                          .dim_k = a->dim_k,
+                          .dim_v = a->dim_v,
+                          .form = a->form,
+                          .schedule = a->schedule,
+                          .l2norm = (a->flags & GDN_L2NORM_QK) != 0,
+                          .scale = a->scale,
+                          .eps = a->eps};
   gdn_status status = check_shape(b, a->n_heads_q, a->flags);
   return status ? status : check_cu_seqlens(a->cu_seqlens, a->cu_seqlens_dtype, b);
 }
@@ -565,20 +558,16 @@ gdn_status gdn_check_prefill(const gdn_prefill_args *args, const char *pool, str
                              struct gdn_batch *b) {
   gdn_prefill_args a;
   gdn_status status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
-  if (!status)
-    status = gdn_check_lengths(&a, b);
-  if (status)
-    return status;
+  if (!status) status = check_reserved("reserved_2", a.reserved_2);
+  if (!status) status = gdn_check_lengths(&a, b);
+  if (status) return status;
   b->pool_name = pool;
-  const struct tokens tokens = {&a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, &a.raw_gates, a.flags,
-                                spread_q_heads(b, a.n_heads_q), 0};
+  const struct tokens tokens = {
+      &a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, &a.raw_gates, a.flags, spread_q_heads(b, a.n_heads_q), 0};
   status = check_arrays(&tokens, b);
-  if (!status)
-    status = check_prefix_lens(&a, b);
-  if (!status)
-    status = check_checkpoints(&a, b);
-  if (status)
-    return status;
+  if (!status) status = check_prefix_lens(&a, b);
+  if (!status) status = check_checkpoints(&a, b);
+  if (status) return status;
   set_defaults(b);
   return check_states(&a.initial_state, &a.final_state, set, b);
 }
@@ -591,8 +580,7 @@ static gdn_status check_token_counts(const gdn_decode_args *a, struct gdn_batch 
   if (!status && b->n_tokens > MAX_COUNT)
     status = gdn_fail(GDN_E_SIZE, "n_seqs = %" PRId64 " of n_tokens = %d: expected at most %d tokens", b->n_seqs,
                       a->n_tokens, MAX_COUNT);
-  if (!status)
-    status = check_ints("token_counts", a->token_counts, a->token_counts_dtype, &b->token_counts);
+  if (!status) status = check_ints("token_counts", a->token_counts, a->token_counts_dtype, &b->token_counts);
   for (int64_t i = 0; !status && b->token_counts.data && i < b->n_seqs; i++)
     if (gdn_int(&b->token_counts, i) < 0 || gdn_int(&b->token_counts, i) > b->tokens_per_seq)
       status = gdn_fail(GDN_E_LENGTHS, "token_counts[%" PRId64 "] = %" PRId64 ": expected 0 .. n_tokens = %" PRId64, i,
@@ -604,24 +592,35 @@ gdn_status gdn_check_decode(const gdn_decode_args *args, const char *pool, struc
                             struct gdn_batch *b) {
   gdn_decode_args a;
   gdn_status status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
-  if (status)
-    return status;
+  if (status) return status;
   const int per_seq = a.n_tokens ? a.n_tokens : 1;
-  *b = (struct gdn_batch){.n_seqs = a.n_seqs, .n_heads_k = a.n_heads_k, .n_heads_v = a.n_heads_v, .dim_k = a.dim_k,
-                          .dim_v = a.dim_v, .l2norm = (a.flags & GDN_L2NORM_QK) != 0, .scale = a.scale, .eps = a.eps,
-                          .tokens_per_seq = per_seq, .checkpoint_every = a.token_states.data != NULL, .pool_name = pool};
-  if (a.n_seqs > 0 && a.n_seqs <= MAX_COUNT)
-    b->n_tokens = a.n_seqs * per_seq;
+  *b = (struct gdn_batch){.n_seqs = a.n_seqs,
+                          .n_heads_k = a.n_heads_k,
+                          .n_heads_v = a.n_heads_v,
+                          .dim_k = a.dim_k,
+                          .dim_v = a.dim_v,
+                          .l2norm = (a.flags & GDN_L2NORM_QK) != 0,
+                          .scale = a.scale,
+                          .eps = a.eps,
+                          .tokens_per_seq = per_seq,
+                          .checkpoint_every = a.token_states.data != NULL,
+                          .pool_name = pool};
+  if (a.n_seqs > 0 && a.n_seqs <= MAX_COUNT) b->n_tokens = a.n_seqs * per_seq;
   status = check_token_counts(&a, b);
-  if (status)
-    return status;
-  const struct tokens tokens = {&a.q, &a.k, &a.v, &a.g, &a.beta, &a.out, &a.raw_gates, a.flags,
-                                spread_q_heads(b, a.n_heads_q), a.final_state.data || a.token_states.data};
+  if (status) return status;
+  const struct tokens tokens = {&a.q,
+                                &a.k,
+                                &a.v,
+                                &a.g,
+                                &a.beta,
+                                &a.out,
+                                &a.raw_gates,
+                                a.flags,
+                                spread_q_heads(b, a.n_heads_q),
+                                a.final_state.data || a.token_states.data};
   status = check_arrays(&tokens, b);
-  if (!status)
-    status = check_pool(points_name(b), &a.token_states, b, b->n_tokens, &b->checkpoints);
-  if (status)
-    return status;
+  if (!status) status = check_pool(points_name(b), &a.token_states, b, b->n_tokens, &b->checkpoints);
+  if (status) return status;
   set_defaults(b);
   return check_states(&a.initial_state, &a.final_state, set, b);
 }
@@ -639,15 +638,13 @@ static gdn_status check_gating_arrays(const gdn_gating_args *a, struct gdn_gatin
               {"raw_gates.b", "beta", &a->raw_gates.b, &a->beta, &x->batch.beta, &x->beta}};
   for (int i = 0; i < 2; i++) {
     const gdn_tensor out = {rows[i].out->data, rows[i].out->token_stride_elems, rows[i].out->head_stride_elems,
-                            rows[i].out->dtype, 0};
+                            rows[i].out->dtype, rows[i].out->reserved};
     const struct array_spec in_spec = {rows[i].in_name, n, a->n_heads, 1, 1, FLOATS, GDN_F32, !out.data, 0};
-    const struct array_spec out_spec = {rows[i].out_name, n, a->n_heads, 1, 1, 1u << GDN_F32, GDN_F32,
-                                        !rows[i].in->data, 1};
+    const struct array_spec out_spec = {rows[i].out_name, n,       a->n_heads,        1, 1,
+                                        1u << GDN_F32,    GDN_F32, !rows[i].in->data, 1};
     gdn_status status = check_array(&in_spec, rows[i].in, rows[i].in_array);
-    if (!status)
-      status = check_array(&out_spec, &out, rows[i].out_array);
-    if (status)
-      return status;
+    if (!status) status = check_array(&out_spec, &out, rows[i].out_array);
+    if (status) return status;
   }
   if (n && !x->g.data && !x->beta.data)
     return gdn_fail(GDN_E_NULL, "raw_gates.a.data and raw_gates.b.data are null: nothing to do");
@@ -674,17 +671,19 @@ static gdn_status check_gating_overlaps(const struct gdn_gating *x) {
 gdn_status gdn_check_gating(const gdn_gating_args *args, struct gdn_gating *x) {
   gdn_gating_args a;
   gdn_status status = gdn_check_struct(args, "args", sizeof a, &a, sizeof a);
-  if (status)
-    return status;
+  if (!status) status = check_reserved("reserved", a.reserved);
+  if (status) return status;
   memset(x, 0, sizeof *x);
-  x->batch = (struct gdn_batch){.n_tokens = a.n_tokens, .n_heads_k = a.n_heads, .n_heads_v = a.n_heads,
-                                .g_mode = GDN_GATE_RAW, .beta_sigmoid = 1};
+  x->batch = (struct gdn_batch){.n_tokens = a.n_tokens,
+                                .n_heads_k = a.n_heads,
+                                .n_heads_v = a.n_heads,
+                                .g_mode = GDN_GATE_RAW,
+                                .beta_sigmoid = 1};
   if (a.n_tokens < 0 || a.n_tokens > MAX_COUNT)
     return gdn_fail(GDN_E_SIZE, "n_tokens = %" PRId64 ": expected 0 .. %d", a.n_tokens, MAX_COUNT);
   if (a.n_heads < 1 || a.n_heads > MAX_HEADS)
     return gdn_fail(GDN_E_HEADS, "n_heads = %d: expected 1 .. %d", a.n_heads, MAX_HEADS);
   status = check_raw(&a.raw_gates, a.n_tokens, &x->batch);
-  if (!status)
-    status = check_gating_arrays(&a, x);
+  if (!status) status = check_gating_arrays(&a, x);
   return status ? status : check_gating_overlaps(x);
 }

@@ -3,7 +3,8 @@
  * __wrap_f (CMakeLists.txt). Seen in 1.17:
  *   putenv  adds OMP_PROC_BIND=TRUE to the environment: every program that the host starts later would bind its
  *           threads, and after dlclose the entry's memory is gone.
- *   open    makes a file /tmp/.libxsmm.<uid>, and keeps a descriptor of it open in the host and all its children, to see
+ *   open    makes a file /tmp/.libxsmm.<uid>, and keeps a descriptor of it open in the host and all its children, to
+ *   see
  *           whether this is the first process of its kind.
  *   mmap    locks 11 MiB into memory, of which little is ever used; munmap gives each block back but for its last page.
  *   atexit  frees the code that workers run, who may be in the middle of it when the host leaves. */

@@ -23,6 +23,9 @@ struct job {
   const float *weights; /* of rows */
   float factor;
   int row, col;
+  const char *ahead[2]; /* lines to prefetch, ahead_rows a unit; null = none */
+  int64_t ahead_bytes[2];
+  int ahead_rows;
 };
 typedef void fill_fn(const struct job *j, int unit);
 

@@ -58,6 +58,7 @@ static void gdn_thread_end_amx(uint32_t saved) {
 
 void gdn_fill_chunk_amx(struct gdn_kernels *t) {
   t->knows_zero = 1;
+  t->chunk_min = 5; /* 1 thread, H 16, Hv 32, K = V = 128, 64 sequences of 4: 24.6 ms as chunks, 22.8 token by token */
   t->chunk_qk = gdn_chunk_qk_amx;
   t->chunk_gates = gdn_chunk_gates_amx;
   t->chunk_mask = gdn_chunk_mask_amx;

@@ -7,8 +7,8 @@
 /* c [16 tiles][32] = init (null = 0) + A B, 8 rows at a time; before that, fill for every unit. */
 static inline __attribute__((always_inline)) void block_product(const struct block *p, const int tiles, const int upper,
                                                                 const int steps, const float *init, float *c,
-                                                                fill_fn *fill, const struct job *job,
-                                                                const int units, const int n_ahead) {
+                                                                fill_fn *fill, const struct job *job, const int units,
+                                                                const int n_ahead) {
   (void)n_ahead;
   (void)upper;
 #pragma GCC unroll 1
@@ -18,8 +18,7 @@ static inline __attribute__((always_inline)) void block_product(const struct blo
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++)
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; h++)
-        x[r][h] = init ? _mm512_load_ps(init + (i + r) * 32 + 16 * h) : _mm512_setzero_ps();
+      for (int h = 0; h < 2; h++) x[r][h] = init ? _mm512_load_ps(init + (i + r) * 32 + 16 * h) : _mm512_setzero_ps();
     const char *a = p->a + i * p->row_bytes;
     for (int s = 0; s < steps; s++)
       for (int k = 0; k < 16; k++) {

@@ -30,7 +30,7 @@
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 /* Lines of the next chunk that a product of a full block prefetches. */
-enum { AHEAD_V = 32, AHEAD_QK = 16 };
+enum { AHEAD_V = 32 };
 enum { BLOCK = 32, BLOCK_ELEMS = BLOCK * BLOCK, OP_BYTES = 2 * BLOCK_ELEMS };
 
 /* Whether the chunk is the common case: whole, bf16 throughout, output lines whole. */
@@ -216,9 +216,21 @@ static inline float row_elem(const struct gdn_rows *rows, int i) {
   return gdn_load_elem(rows->data, i * rows->stride_elems, rows->dtype);
 }
 
+/* Gates of the next chunk: a line each where heads are many. */
+static inline void prefetch_elems(const struct gdn_chunk *c, const struct gdn_rows *rows) {
+  const int64_t bytes = rows->stride_elems * (rows->dtype == GDN_ROWS_F32 ? 4 : 2);
+  const char *at = (const char *)rows->data + c->n * bytes;
+  if (!rows->data) return;
+  for (int i = 0; i < c->next_n; i++) __builtin_prefetch(at + i * bytes, 0, 2);
+}
+
 /* Products of decays instead of exponentials of sums: exp(-inf) = 0 needs no care, and every factor is one step. */
 static inline void chunk_gates_bf16(const struct gdn_chunk *c) {
   const __m512 ones = _mm512_set1_ps(1);
+  if (c->next_n) {
+    prefetch_elems(c, &c->g_rows);
+    prefetch_elems(c, &c->beta_rows);
+  }
   for (int i = 0; i < c->n; i++) {
     c->decay[i] = c->g_rows.data ? row_elem(&c->g_rows, i) : 0;
     c->beta[i] = c->beta_rows.data ? row_elem(&c->beta_rows, i) : 1;
@@ -271,8 +283,8 @@ static ALWAYS_INLINE void mask_rows(const struct gdn_chunk *c, const int g, __m5
         decays[b] = _mm512_maskz_mul_ps(below, decays[b], decay);
         l[b] = _mm512_maskz_mul_ps(below, _mm512_mul_ps(decays[b], factor), _mm512_load_ps(c->kk + at));
         decays[b] = _mm512_mask_mov_ps(decays[b], (__mmask16)(1u << r), _mm512_set1_ps(c->k_mult[i]));
-        a[b] = _mm512_maskz_mul_ps((__mmask16)(below << 1 | 1), _mm512_mul_ps(decays[b], q),
-                                   _mm512_load_ps(c->qk + at));
+        a[b] =
+            _mm512_maskz_mul_ps((__mmask16)(below << 1 | 1), _mm512_mul_ps(decays[b], q), _mm512_load_ps(c->qk + at));
       } else {
         decays[b] = _mm512_mul_ps(decays[b], decay);
         l[b] = _mm512_mul_ps(_mm512_mul_ps(decays[b], factor), _mm512_load_ps(c->kk + at));
@@ -351,8 +363,17 @@ static inline void chunk_solve_bf16(const struct gdn_chunk *c) {
 
 /* ---- columns of V ---- */
 
+/* Lines of the next chunk's q and k, for the second-level cache. */
+static ALWAYS_INLINE void ahead_unit(const struct job *j, int r) {
+#pragma GCC unroll 2
+  for (int t = 0; t < 2; t++)
+    for (int i = 0; j->ahead[t] && i < j->ahead_rows; i++)
+      __builtin_prefetch(j->ahead[t] + (r * j->ahead_rows + i) * j->ahead_bytes[t], 0, 2);
+}
+
 /* Rows 2 r and 2 r + 1 of a block of the state; src (null = 0) is added to the decayed state. */
 static ALWAYS_INLINE void state_unit(const struct job *j, int r) {
+  ahead_unit(j, r);
   float *s = (float *)j->dst + 2 * BLOCK * r;
   char *op = (char *)j->op + 64 * r;
   __m512 x[4];
@@ -372,6 +393,7 @@ static ALWAYS_INLINE void state_unit(const struct job *j, int r) {
 
 /* The same where the state was zero. */
 static ALWAYS_INLINE void state_unit_fresh(const struct job *j, int r) {
+  ahead_unit(j, r);
   float *s = (float *)j->dst + 2 * BLOCK * r;
   char *op = (char *)j->op + 64 * r;
   __m512 x[4];
@@ -405,8 +427,7 @@ static ALWAYS_INLINE void residual_rows(const struct job *j, int r, const int fu
     const __m512 beta = _mm512_set1_ps(c->beta[i]), weight = _mm512_set1_ps(j->weights[i]);
     __m512 v0 = _mm512_setzero_ps(), v1 = v0;
     if (full) {
-      const __m512i v =
-          _mm512_loadu_si512((const uint16_t *)c->v_rows.data + i * c->v_rows.stride_elems + j->col);
+      const __m512i v = _mm512_loadu_si512((const uint16_t *)c->v_rows.data + i * c->v_rows.stride_elems + j->col);
       v0 = v32_first(v);
       v1 = v32_second(v);
     } else if (live) {
@@ -449,13 +470,15 @@ static ALWAYS_INLINE void chunk_residual_body(const struct gdn_chunk *c, int col
   fill_fn *const unit = full ? residual_unit_full : residual_unit;
   const int blocks = full || c->n > BLOCK ? 2 : 1, first = col / BLOCK;
   for (int i = 0; i < BLOCK * blocks; i += 16)
-    _mm512_store_ps(weights + i, _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(c->beta + i), _mm512_load_ps(c->k_mult + i)),
-                                               _mm512_load_ps(c->decay_in + i)));
+    _mm512_store_ps(weights + i,
+                    _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(c->beta + i), _mm512_load_ps(c->k_mult + i)),
+                                  _mm512_load_ps(c->decay_in + i)));
   struct job j = {0};
   if (c->zero_state) memset(sums[0], 0, sizeof(sums[0]));
   for (int p = first; p < (col + n_cols) / BLOCK; p++)
     for (int b = 0; b < blocks; b++) {
-      const struct block in = {.a = (const char *)c->k + b * BLOCK * 2 * dim_k, .row_bytes = 2 * dim_k,
+      const struct block in = {.a = (const char *)c->k + b * BLOCK * 2 * dim_k,
+                               .row_bytes = 2 * dim_k,
                                .b = (const char *)c->state_op + p * dim_k * 64};
       float *out = sums[c->zero_state ? 0 : b];
       if (c->zero_state)
@@ -466,7 +489,12 @@ static ALWAYS_INLINE void chunk_residual_body(const struct gdn_chunk *c, int col
         multiply(&in, block_tiles(c, b, full), dim_k / 32, NULL, out, unit, &j, 16, 0);
       float *resid = (float *)c->resid + (2 * (p - first) + b) * BLOCK_ELEMS;
       char *op = resid_ops(c) + 2 * (p - first) * OP_BYTES;
-      j = (struct job){.c = c, .src = out, .dst = resid, .op = b ? NULL : op, .row = BLOCK * b, .col = BLOCK * p,
+      j = (struct job){.c = c,
+                       .src = out,
+                       .dst = resid,
+                       .op = b ? NULL : op,
+                       .row = BLOCK * b,
+                       .col = BLOCK * p,
                        .weights = weights};
     }
   drain(unit, &j, 16);
@@ -491,12 +519,12 @@ static ALWAYS_INLINE void pack_unit(const struct job *j, int r) {
   char *op = (char *)j->op + 64 * r;
 #pragma GCC unroll 2
   for (int h = 0; h < 2; h++)
-    _mm512_store_si512(op + 1024 * h, v16_pack_pair(_mm512_load_ps(src + 16 * h),
-                                                    _mm512_load_ps(src + 16 * BLOCK + 16 * h)));
+    _mm512_store_si512(op + 1024 * h,
+                       v16_pack_pair(_mm512_load_ps(src + 16 * h), _mm512_load_ps(src + 16 * BLOCK + 16 * h)));
 }
 
-/* The three products go panel by panel, each in place of the R it corrects; the vector work of a panel follows under the
- * next panel's product. A single panel has none to hide under. */
+/* The three products go panel by panel, each in place of the R it corrects; the vector work of a panel follows under
+ * the next panel's product. A single panel has none to hide under. */
 static ALWAYS_INLINE void chunk_delta_body(const struct gdn_chunk *c, int col, int n_cols, const int dim_k,
                                            const int full) {
   (void)dim_k;
@@ -516,8 +544,10 @@ static ALWAYS_INLINE void chunk_delta_body(const struct gdn_chunk *c, int col, i
       multiply(&in, block_tiles(c, 0, full), 1, resid, resid, fill_none, NULL, 0, 0);
     else
       multiply(&in, block_tiles(c, 0, full), 1, resid, resid, delta_unit, &j, 16, 0);
-    j = (struct job){.src = resid, .op = (char *)c->delta + 2 * p * OP_BYTES,
-                     .dst = (char *)c->delta_out + 2 * p * OP_BYTES, .weights = weights};
+    j = (struct job){.src = resid,
+                     .op = (char *)c->delta + 2 * p * OP_BYTES,
+                     .dst = (char *)c->delta_out + 2 * p * OP_BYTES,
+                     .weights = weights};
   }
   if (!two || first == last) drain(delta_unit, &j, 16);
   if (!two) return;
@@ -544,8 +574,10 @@ static ALWAYS_INLINE void chunk_delta_body(const struct gdn_chunk *c, int col, i
       multiply(&in, block_tiles(c, 1, full), 1, resid, resid, fill_none, NULL, 0, 0);
     else
       multiply(&in, block_tiles(c, 1, full), 1, resid, resid, pack_unit, &j, 16, 0);
-    j = (struct job){.src = resid, .op = (char *)c->delta + (2 * p + 1) * OP_BYTES,
-                     .dst = (char *)c->delta_out + (2 * p + 1) * OP_BYTES, .weights = weights + BLOCK};
+    j = (struct job){.src = resid,
+                     .op = (char *)c->delta + (2 * p + 1) * OP_BYTES,
+                     .dst = (char *)c->delta_out + (2 * p + 1) * OP_BYTES,
+                     .weights = weights + BLOCK};
   }
   drain(delta_unit, &j, 16);
 }
@@ -589,7 +621,8 @@ static ALWAYS_INLINE void chunk_out_body(const struct gdn_chunk *c, int col, int
   if (c->zero_state) memset(sums, 0, sizeof(sums));
   for (int p = first; p < (col + n_cols) / BLOCK; p++)
     for (int b = 0; b < blocks; b++) {
-      struct block in = {.a = (const char *)c->q + b * BLOCK * 2 * dim_k, .row_bytes = 2 * dim_k,
+      struct block in = {.a = (const char *)c->q + b * BLOCK * 2 * dim_k,
+                         .row_bytes = 2 * dim_k,
                          .b = (const char *)c->state_op + p * dim_k * 64};
       if (full && c->next_n == GDN_CHUNK) {
         in.ahead = (const char *)((const uint16_t *)c->next_v.data + b * BLOCK * c->next_v.stride_elems + p * BLOCK);
@@ -603,7 +636,8 @@ static ALWAYS_INLINE void chunk_out_body(const struct gdn_chunk *c, int col, int
         multiply(&in, block_tiles(c, b, full), dim_k / 32, NULL, sums[b], fill_none, NULL, 0, full ? AHEAD_V : 0);
       else
         multiply(&in, block_tiles(c, b, full), dim_k / 32, NULL, sums[b], unit, &j, 16, full ? AHEAD_V : 0);
-      in = (struct block){.a = (const char *)c->a + b * BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK,
+      in = (struct block){.a = (const char *)c->a + b * BLOCK * 2 * GDN_CHUNK,
+                          .row_bytes = 2 * GDN_CHUNK,
                           .b = (const char *)c->delta + 2 * (p - first) * OP_BYTES};
       if (b)
         multiply(&in, block_tiles(c, b, full), 2, NULL, sums[b] + BLOCK_ELEMS, fill_none, NULL, 0, 0);
@@ -614,6 +648,20 @@ static ALWAYS_INLINE void chunk_out_body(const struct gdn_chunk *c, int col, int
   drain(unit, &j, 16);
 }
 
+/* Rows that one unit of block (p, b) fetches: line b of each row in share p of the panels. */
+static ALWAYS_INLINE void plan_ahead(const struct gdn_chunk *c, int p, int b, struct job *j) {
+  const struct gdn_rows *next[2] = {&c->next_q, &c->next_k};
+  const int panels = c->dim_v / BLOCK, share = (GDN_CHUNK / 16 + panels - 1) / panels; /* rows a unit */
+  j->ahead_rows = share;
+  for (int t = 0; t < 2; t++) {
+    j->ahead[t] = NULL;
+    if (c->next_n < GDN_CHUNK || !next[t]->data || next[t]->dtype != GDN_ROWS_BF16 || 16 * share * p >= GDN_CHUNK)
+      continue;
+    j->ahead_bytes[t] = 2 * next[t]->stride_elems;
+    j->ahead[t] = (const char *)next[t]->data + 16 * share * p * j->ahead_bytes[t] + 2 * BLOCK * b;
+  }
+}
+
 static ALWAYS_INLINE void update_state(const struct gdn_chunk *c, int col, int n_cols, const int dim_k, const int full,
                                        fill_fn *unit) {
   float sums[2][BLOCK_ELEMS] __attribute__((aligned(64)));
@@ -621,24 +669,19 @@ static ALWAYS_INLINE void update_state(const struct gdn_chunk *c, int col, int n
   struct job j = {0};
   for (int p = first; p < (col + n_cols) / BLOCK; p++)
     for (int b = 0; b < dim_k / BLOCK; b++) {
-      struct block in = {.a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK,
-                         .b = (const char *)c->delta_out + 2 * (p - first) * OP_BYTES};
-      const struct gdn_rows *next = p % 2 ? &c->next_k : &c->next_q;
-      if (full && c->next_n == GDN_CHUNK && next->data && next->dtype == GDN_ROWS_BF16) {
-        in.ahead = (const char *)((const uint16_t *)next->data + 16 * (p % 4) * next->stride_elems + b * BLOCK);
-        in.ahead_bytes = 2 * next->stride_elems;
-      } else {
-        in.ahead = in.b;
-      }
+      const struct block in = {.a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK,
+                               .row_bytes = 2 * GDN_CHUNK,
+                               .b = (const char *)c->delta_out + 2 * (p - first) * OP_BYTES};
       if (p == first && b == 0)
         block_product(&in, 2, 1, two ? 2 : 1, NULL, sums[b % 2], fill_none, NULL, 0, 0);
       else if (two)
-        block_product(&in, 2, 1, 2, NULL, sums[b % 2], unit, &j, 16, full ? AHEAD_QK : 0);
+        block_product(&in, 2, 1, 2, NULL, sums[b % 2], unit, &j, 16, 0);
       else
         block_product(&in, 2, 1, 1, NULL, sums[b % 2], unit, &j, 16, 0);
       const int64_t at = (p * (dim_k / BLOCK) + b) * BLOCK_ELEMS;
-      j = (struct job){.src = sums[b % 2], .dst = c->state + at, .op = (uint16_t *)c->state_op + at,
-                       .factor = *c->decay_all};
+      j = (struct job){
+          .src = sums[b % 2], .dst = c->state + at, .op = (uint16_t *)c->state_op + at, .factor = *c->decay_all};
+      plan_ahead(c, p, b, &j);
     }
   drain(unit, &j, 16);
 }
@@ -675,12 +718,13 @@ static inline void chunk_state_at_bf16(const struct gdn_chunk *c, int n_at, int 
   for (int p = first; p < (col + n_cols) / BLOCK; p++) {
     for (int b = 0; b < blocks; b++) {
       const struct job j = {.src = (const float *)((const char *)c->delta + (2 * (p - first) + b) * OP_BYTES),
-                            .op = ops + b * OP_BYTES, .weights = weights + b * BLOCK};
+                            .op = ops + b * OP_BYTES,
+                            .weights = weights + b * BLOCK};
       drain(reweigh, &j, 16);
     }
     for (int b = 0; b < c->dim_k / BLOCK; b++) {
-      const struct block in = {.a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK,
-                               .b = ops};
+      const struct block in = {
+          .a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK, .b = ops};
       const float *state = c->state + (p * (c->dim_k / BLOCK) + b) * BLOCK_ELEMS;
       float *dst = panels + ((p - first) * (c->dim_k / BLOCK) + b) * BLOCK_ELEMS;
       block_product(&in, 2, 1, blocks, NULL, sums, fill_none, NULL, 0, 0);

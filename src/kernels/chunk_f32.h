@@ -2,11 +2,12 @@
  * The chunk form's primitives in f32, written once for every vector width; operands are plain f32 arrays:
  *   q, k [64][K]   kt [K][64]   a, t [64][64]   resid, delta, delta_out [64][V]   state_op: unused, products read state
  * The including file defines first, for vectors of LANES floats (a divisor of GDN_BLOCK, power of two):
- *   vec, vec_load, vec_store, vec_load_bf16, vec_store_bf16, vec_load_f16, vec_store_f16, vec_set1, vec_add, vec_sub, vec_mul, vec_fmadd (a b + c),
- *   vec_fnmadd (c - a b), vec_exp, vec_sum, vec_below(x, n) (lanes below n kept, others zero), vec_transpose,
+ *   vec, vec_load, vec_store, vec_load_bf16, vec_store_bf16, vec_load_f16, vec_store_f16, vec_set1, vec_add, vec_sub,
+ *   vec_mul, vec_fmadd (a b + c), vec_fnmadd (c - a b), vec_exp, vec_sum, vec_below(x, n) (lanes below n kept, others
+ *   zero), vec_transpose,
  *   solve_diagonal(l, t): t [LANES][LANES] = (I + l)^-1, all of row length GDN_CHUNK;
- *   solve_below(n, l, t_above, t): t = (I + l[][n .. n + LANES))^-1 (-l[][0 .. n) t_above), t_above [n][LANES] of a block
- *   column of T from its diagonal block on. */
+ *   solve_below(n, l, t_above, t): t = (I + l[][n .. n + LANES))^-1 (-l[][0 .. n) t_above), t_above [n][LANES] of a
+ *   block column of T from its diagonal block on. */
 #ifndef GDN_CHUNK_F32_H
 #define GDN_CHUNK_F32_H
 

@@ -70,8 +70,7 @@ static void gdn_chunk_gates_ref(const struct gdn_chunk *c) {
     c->beta[i] = i >= c->n ? 0 : c->beta_rows.data ? load_elem(&c->beta_rows, i, 0) : 1;
   }
   const int last = c->n - 1;
-  for (int i = 0; i < GDN_CHUNK; i++)
-    c->decay_out[i] = i < c->n ? decay_between(c, last, i) : 0;
+  for (int i = 0; i < GDN_CHUNK; i++) c->decay_out[i] = i < c->n ? decay_between(c, last, i) : 0;
   *c->decay_all = c->decay_in[last];
 }
 
@@ -168,8 +167,7 @@ static void gdn_chunk_state_at_ref(const struct gdn_chunk *c, int n_at, int col,
       const int64_t at = (int64_t)p * GDN_PANEL + j % GDN_PANEL;
       const int64_t panel = (int64_t)GDN_PANEL * c->dim_k;
       float sum = c->decay_in[last] * c->state[j / GDN_PANEL * panel + at];
-      for (int i = 0; i < n_at; i++)
-        sum += kt[p * GDN_CHUNK + i] * decay_between(c, last, i) * delta[i * c->dim_v + j];
+      for (int i = 0; i < n_at; i++) sum += kt[p * GDN_CHUNK + i] * decay_between(c, last, i) * delta[i * c->dim_v + j];
       panels[(j - col) / GDN_PANEL * panel + at] = sum;
     }
 }

@@ -16,9 +16,9 @@
 
 #include <stdint.h>
 
-#define GDN_CHUNK 64  /* tokens of a chunk; chunks end at absolute multiples of it */
-#define GDN_BLOCK 16  /* rows of a triangular block; a short chunk is padded up to a multiple of it */
-#define GDN_PANEL 32  /* columns of a panel */
+#define GDN_CHUNK 64 /* tokens of a chunk; chunks end at absolute multiples of it */
+#define GDN_BLOCK 16 /* rows of a triangular block; a short chunk is padded up to a multiple of it */
+#define GDN_PANEL 32 /* columns of a panel */
 #define GDN_DIM_MAX 256
 
 /* Element types of rows that callers own; the values of gdn.h. */
@@ -89,8 +89,8 @@ typedef void gdn_state_load_fn(int n_cols, int dim_k, struct gdn_state_ref state
 /* And back, rounded to nearest even. */
 typedef void gdn_state_store_fn(int n_cols, int dim_k, const float *panels, struct gdn_state_ref state);
 
-/* Cache lines wanted after the call: while token t < n_rows runs, line[i] + t * stride_bytes[i] is prefetched, so that the
- * waits of rows far apart in memory hide behind arithmetic, a few at a time. */
+/* Cache lines wanted after the call: while token t < n_rows runs, line[i] + t * stride_bytes[i] is prefetched, so that
+ * the waits of rows far apart in memory hide behind arithmetic, a few at a time. */
 #define GDN_AHEAD_MAX 8
 struct gdn_ahead {
   int n, n_rows;
@@ -106,16 +106,16 @@ struct gdn_ahead {
 struct gdn_recur {
   struct gdn_ahead ahead;
   int n, dim_k, n_cols;
-  const float *q, *k;       /* [n][dim_k], normalised; q times scale */
-  const float *kq;          /* [n], k . q of each token */
-  const float *decay;       /* [n] */
-  const float *beta;        /* [n] */
-  const float *v;           /* [n][ld] */
-  float *out;               /* [n][ld]; may be v */
+  const float *q, *k; /* [n][dim_k], normalised; q times scale */
+  const float *kq;    /* [n], k . q of each token */
+  const float *decay; /* [n] */
+  const float *beta;  /* [n] */
+  const float *v;     /* [n][ld] */
+  float *out;         /* [n][ld]; may be v */
   int64_t ld;
-  float *state;             /* panels [n_cols / 32][dim_k][32], read and written */
-  int no_state;             /* 1: nobody needs the state after the last token, it may be left as it is */
-  const char *next;         /* a block of memory to be fetched to the second-level cache meanwhile; null = none */
+  float *state;     /* panels [n_cols / 32][dim_k][32], read and written */
+  int no_state;     /* 1: nobody needs the state after the last token, it may be left as it is */
+  const char *next; /* a block of memory to be fetched to the second-level cache meanwhile; null = none */
   int64_t next_bytes;
 };
 typedef void gdn_recur_fn(const struct gdn_recur *a);
@@ -123,10 +123,10 @@ typedef void gdn_recur_fn(const struct gdn_recur *a);
 /* One token on n_cols (multiple of 32) columns of a state in caller memory, whose elements are written once each. */
 struct gdn_decode_step {
   int dim_k, n_cols;
-  const float *q, *k;       /* [dim_k] */
+  const float *q, *k; /* [dim_k] */
   float kq, decay, beta;
-  const float *v;           /* [n_cols] */
-  float *out;               /* [n_cols] */
+  const float *v;                 /* [n_cols] */
+  float *out;                     /* [n_cols] */
   struct gdn_state_ref state_in;  /* data null = zero state */
   struct gdn_state_ref state_out; /* data null = not stored; may be state_in; of the same dtype, layout and stride */
 };
@@ -146,35 +146,35 @@ struct gdn_chunk {
   const struct gdn_gemms *gemms;
   /* q/k head */
   struct gdn_rows q_rows, k_rows;
-  void *q, *k;              /* operands, [64][K] f32 at most */
-  void *kt;                 /* operand k transposed, [K][64] f32 at most */
-  float *kk, *qk;           /* [64][64] k_i . k_j and q_i . k_j, blocks on and below the diagonal */
+  void *q, *k;    /* operands, [64][K] f32 at most */
+  void *kt;       /* operand k transposed, [K][64] f32 at most */
+  float *kk, *qk; /* [64][64] k_i . k_j and q_i . k_j, blocks on and below the diagonal */
   /* value head */
   struct gdn_rows g_rows, beta_rows; /* data may be null */
-  float *gate_hi, *gate_lo; /* [64] G_i as a sum of two floats; each g is first raised to at least -110 */
-  float *decay_in;          /* [64] exp(G_i) */
-  float *decay_out;         /* [64] exp(G_(n-1) - G_i); 0 from n on */
-  float *beta;              /* [64]; 0 from n on */
-  float *decay_all;         /* [1] exp(G_(n-1)) */
-  float *l;                 /* [64][64] beta_i exp(G_i - G_j) kk_ij strictly below the diagonal, else 0 inside blocks */
-  void *a;                  /* operand exp(G_i - G_j) qk_ij, j <= i < n, else 0; [64][64] f32 at most */
-  void *t;                  /* operand (I + L)^-1; [64][64] f32 at most */
-  float *q_mult, *k_mult;   /* [64] row factors that a bf16 tier keeps apart from its exact operands q, k, kt */
-  float *decay;             /* [64] exp(g_i); bf16 tiers only */
+  float *gate_hi, *gate_lo;          /* [64] G_i as a sum of two floats; each g is first raised to at least -110 */
+  float *decay_in;                   /* [64] exp(G_i) */
+  float *decay_out;                  /* [64] exp(G_(n-1) - G_i); 0 from n on */
+  float *beta;                       /* [64]; 0 from n on */
+  float *decay_all;                  /* [1] exp(G_(n-1)) */
+  float *l;               /* [64][64] beta_i exp(G_i - G_j) kk_ij strictly below the diagonal, else 0 inside blocks */
+  void *a;                /* operand exp(G_i - G_j) qk_ij, j <= i < n, else 0; [64][64] f32 at most */
+  void *t;                /* operand (I + L)^-1; [64][64] f32 at most */
+  float *q_mult, *k_mult; /* [64] row factors that a bf16 tier keeps apart from its exact operands q, k, kt */
+  float *decay;           /* [64] exp(g_i); bf16 tiers only */
   /* the chunk after this one, to be prefetched; next_n 0 = none */
   int next_n;
   struct gdn_rows next_q, next_k, next_v;
   /* columns of V */
-  struct gdn_rows v_rows;   /* row i: v of token i, all of V */
+  struct gdn_rows v_rows; /* row i: v of token i, all of V */
   struct gdn_rows_out out_rows;
-  int zero_state;           /* 1: the state is zero, whatever state and state_op hold; tiers with knows_zero only */
-  float *state;             /* panels of all of V */
-  void *state_op;           /* operand of the state; [K][V] f32 at most */
-  void *resid;              /* operand beta (v - exp(G) K S^T); 64 V 6 bytes at most */
-  float *inter;             /* [64][V] Q S^T, then scratch */
-  float *delta_f32;         /* [64][V] V' = T resid, rows up to n16; null where nobody needs it beside the operands */
-  void *delta;              /* operand V' */
-  void *delta_out;          /* operand exp(G_(n-1) - G) V' */
+  int zero_state;   /* 1: the state is zero, whatever state and state_op hold; tiers with knows_zero only */
+  float *state;     /* panels of all of V */
+  void *state_op;   /* operand of the state; [K][V] f32 at most */
+  void *resid;      /* operand beta (v - exp(G) K S^T); 64 V 6 bytes at most */
+  float *inter;     /* [64][V] Q S^T, then scratch */
+  float *delta_f32; /* [64][V] V' = T resid, rows up to n16; null where nobody needs it beside the operands */
+  void *delta;      /* operand V' */
+  void *delta_out;  /* operand exp(G_(n-1) - G) V' */
 };
 
 /* Reads q_rows and k_rows; makes q (with scale), k, kt, kk, qk. Rows n .. n16 - 1 become zero. */
@@ -259,8 +259,8 @@ void gdn_fill_chunk_amx(struct gdn_kernels *t);
 /* table.c: the tiers of this build, lowest first. */
 struct gdn_tier {
   const char *name;
-  int32_t isa;        /* GDN_ISA_* */
-  uint32_t cpu_flags; /* GDN_CPU_* it needs */
+  int32_t isa;                         /* GDN_ISA_* */
+  uint32_t cpu_flags;                  /* GDN_CPU_* it needs */
   void (*fill)(struct gdn_kernels *t); /* null: this build has no such tier (the compiler could not build it) */
 };
 extern const struct gdn_tier gdn_tiers[];

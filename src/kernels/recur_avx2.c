@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Rows, gates, recurrent form and decode step with AVX2, FMA and F16C: vectors of 8 floats for recur_f32.h. */
-#include <math.h>
-
 #include "kernels/kernels.h"
 #include "kernels/vec_avx2.h"
 
@@ -49,6 +47,10 @@ TIER_INLINE vec vec_fmadd(vec a, vec b, vec c) {
   return _mm256_fmadd_ps(a, b, c);
 }
 
+TIER_INLINE vec vec_fnmadd(vec a, vec b, vec c) {
+  return _mm256_fnmadd_ps(a, b, c);
+}
+
 TIER_INLINE vec vec_min(vec a, vec b) {
   return _mm256_min_ps(a, b);
 }
@@ -88,7 +90,9 @@ TIER_INLINE vec load_as(const void *data, int64_t i, int dtype) {
 }
 
 TIER_INLINE void store_as(void *data, int64_t i, int dtype, vec x) {
-  if (dtype == GDN_ROWS_BF16)
+  if (dtype == STORE_FINITE_BF16)
+    v8_store_finite_bf16((uint16_t *)data + i, x);
+  else if (dtype == GDN_ROWS_BF16)
     v8_store_bf16((uint16_t *)data + i, x);
   else if (dtype == GDN_ROWS_F16)
     v8_store_f16((uint16_t *)data + i, x);
@@ -119,11 +123,6 @@ TIER_INLINE struct v32 v32_load(const void *data, int64_t i, int dtype) {
 }
 
 TIER_INLINE void v32_store(void *data, int64_t i, int dtype, struct v32 x) {
-  if (dtype == STORE_FINITE_BF16) {
-    _mm256_storeu_si256((__m256i *)((uint16_t *)data + i), v8_finite_to_bf16x2(x.a, x.b));
-    _mm256_storeu_si256((__m256i *)((uint16_t *)data + i + 16), v8_finite_to_bf16x2(x.c, x.d));
-    return;
-  }
   if (dtype == GDN_ROWS_BF16) {
     _mm256_storeu_si256((__m256i *)((uint16_t *)data + i), v8_to_bf16x2(x.a, x.b));
     _mm256_storeu_si256((__m256i *)((uint16_t *)data + i + 16), v8_to_bf16x2(x.c, x.d));
@@ -133,14 +132,6 @@ TIER_INLINE void v32_store(void *data, int64_t i, int dtype, struct v32 x) {
   store_as(data, i + 8, dtype, x.b);
   store_as(data, i + 16, dtype, x.c);
   store_as(data, i + 24, dtype, x.d);
-}
-
-TIER_INLINE int v32_finite(struct v32 x) {
-  const vec largest = _mm256_max_ps(_mm256_max_ps(vec_abs(x.a), vec_abs(x.b)), _mm256_max_ps(vec_abs(x.c), vec_abs(x.d)));
-  const vec any_nan = _mm256_add_ps(_mm256_add_ps(x.a, x.b), _mm256_add_ps(x.c, x.d));
-  const vec fine = _mm256_and_ps(_mm256_cmp_ps(largest, _mm256_set1_ps(INFINITY), _CMP_LT_OQ),
-                                 _mm256_cmp_ps(any_nan, any_nan, _CMP_ORD_Q));
-  return _mm256_movemask_ps(fine) == 0xff;
 }
 
 TIER_INLINE struct v32 v32_mul(vec f, struct v32 x) {
@@ -160,50 +151,6 @@ TIER_INLINE struct v32 v32_fnma(vec f, struct v32 x, struct v32 y) {
 TIER_INLINE struct v32 v32_add(struct v32 x, struct v32 y) {
   return (struct v32){_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b), _mm256_add_ps(x.c, y.c),
                       _mm256_add_ps(x.d, y.d)};
-}
-
-typedef struct {
-  __m256 a, b;
-} pair;
-
-TIER_INLINE pair pair_zero(void) {
-  return (pair){_mm256_setzero_ps(), _mm256_setzero_ps()};
-}
-
-TIER_INLINE pair pair_load(const void *data, int64_t a, int64_t b, int dtype) {
-  return (pair){load_as(data, a, dtype), load_as(data, b, dtype)};
-}
-
-TIER_INLINE void pair_store(void *data, int64_t a, int64_t b, int dtype, pair x) {
-  if (dtype == GDN_ROWS_BF16) {
-    const __m256i both = v8_to_bf16x2(x.a, x.b);
-    _mm_storeu_si128((__m128i *)((uint16_t *)data + a), _mm256_castsi256_si128(both));
-    _mm_storeu_si128((__m128i *)((uint16_t *)data + b), _mm256_extracti128_si256(both, 1));
-    return;
-  }
-  store_as(data, a, dtype, x.a);
-  store_as(data, b, dtype, x.b);
-}
-
-TIER_INLINE pair pair_both(const float *p) {
-  const __m256 x = _mm256_loadu_ps(p);
-  return (pair){x, x};
-}
-
-TIER_INLINE pair pair_set(float a, float b) {
-  return (pair){_mm256_set1_ps(a), _mm256_set1_ps(b)};
-}
-
-TIER_INLINE pair pair_mul(pair x, pair y) {
-  return (pair){_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
-}
-
-TIER_INLINE pair pair_fma(pair x, pair y, pair z) {
-  return (pair){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
-}
-
-TIER_INLINE __m256 pair_row(pair x, int row) {
-  return row ? x.b : x.a;
 }
 
 #include "kernels/recur_f32.h"

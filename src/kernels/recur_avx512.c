@@ -1,7 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Rows, gates, recurrent form and decode step with AVX-512 F, BW, DQ and VL: vectors of 16 floats for recur_f32.h. */
-#include <math.h>
-
 #include "kernels/kernels.h"
 #include "kernels/vec_avx512.h"
 
@@ -49,6 +47,10 @@ TIER_INLINE vec vec_fmadd(vec a, vec b, vec c) {
   return _mm512_fmadd_ps(a, b, c);
 }
 
+TIER_INLINE vec vec_fnmadd(vec a, vec b, vec c) {
+  return _mm512_fnmadd_ps(a, b, c);
+}
+
 TIER_INLINE vec vec_min(vec a, vec b) {
   return _mm512_min_ps(a, b);
 }
@@ -88,7 +90,9 @@ TIER_INLINE vec load_as(const void *data, int64_t i, int dtype) {
 }
 
 TIER_INLINE void store_as(void *data, int64_t i, int dtype, vec x) {
-  if (dtype == GDN_ROWS_BF16)
+  if (dtype == STORE_FINITE_BF16)
+    v16_store_finite_bf16((uint16_t *)data + i, x);
+  else if (dtype == GDN_ROWS_BF16)
     v16_store_bf16((uint16_t *)data + i, x);
   else if (dtype == GDN_ROWS_F16)
     v16_store_f16((uint16_t *)data + i, x);
@@ -118,19 +122,8 @@ TIER_INLINE struct v32 v32_load(const void *data, int64_t i, int dtype) {
 }
 
 TIER_INLINE void v32_store(void *data, int64_t i, int dtype, struct v32 x) {
-  if (dtype == STORE_FINITE_BF16) {
-    _mm256_storeu_si256((__m256i *)((uint16_t *)data + i), v16_finite_to_bf16(x.a));
-    _mm256_storeu_si256((__m256i *)((uint16_t *)data + i + 16), v16_finite_to_bf16(x.b));
-    return;
-  }
   store_as(data, i, dtype, x.a);
   store_as(data, i + 16, dtype, x.b);
-}
-
-TIER_INLINE int v32_finite(struct v32 x) {
-  const vec limit = _mm512_set1_ps(INFINITY);
-  return (_mm512_cmp_ps_mask(vec_abs(x.a), limit, _CMP_LT_OQ) & _mm512_cmp_ps_mask(vec_abs(x.b), limit, _CMP_LT_OQ)) ==
-         0xffff;
 }
 
 TIER_INLINE struct v32 v32_mul(vec f, struct v32 x) {
@@ -147,54 +140,6 @@ TIER_INLINE struct v32 v32_fnma(vec f, struct v32 x, struct v32 y) {
 
 TIER_INLINE struct v32 v32_add(struct v32 x, struct v32 y) {
   return (struct v32){_mm512_add_ps(x.a, y.a), _mm512_add_ps(x.b, y.b)};
-}
-
-/* The first row in the lower half. */
-typedef __m512 pair;
-
-TIER_INLINE pair pair_zero(void) {
-  return _mm512_setzero_ps();
-}
-
-TIER_INLINE pair pair_load(const void *data, int64_t a, int64_t b, int dtype) {
-  if (dtype == GDN_ROWS_F32) {
-    const __m512 low = _mm512_castps256_ps512(_mm256_loadu_ps((const float *)data + a));
-    return _mm512_insertf32x8(low, _mm256_loadu_ps((const float *)data + b), 1);
-  }
-  const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)((const uint16_t *)data + a)));
-  const __m256i both = _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)((const uint16_t *)data + b)), 1);
-  return dtype == GDN_ROWS_BF16 ? v16_from_bf16(both) : _mm512_cvtph_ps(both);
-}
-
-TIER_INLINE void pair_store(void *data, int64_t a, int64_t b, int dtype, pair x) {
-  if (dtype == GDN_ROWS_F32) {
-    _mm256_storeu_ps((float *)data + a, _mm512_castps512_ps256(x));
-    _mm256_storeu_ps((float *)data + b, _mm512_extractf32x8_ps(x, 1));
-    return;
-  }
-  const __m256i both = dtype == GDN_ROWS_BF16 ? v16_to_bf16(x) : v16_to_f16(x);
-  _mm_storeu_si128((__m128i *)((uint16_t *)data + a), _mm256_castsi256_si128(both));
-  _mm_storeu_si128((__m128i *)((uint16_t *)data + b), _mm256_extracti128_si256(both, 1));
-}
-
-TIER_INLINE pair pair_both(const float *p) {
-  return _mm512_broadcast_f32x8(_mm256_loadu_ps(p));
-}
-
-TIER_INLINE pair pair_set(float a, float b) {
-  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set1_ps(a)), _mm256_set1_ps(b), 1);
-}
-
-TIER_INLINE pair pair_mul(pair x, pair y) {
-  return _mm512_mul_ps(x, y);
-}
-
-TIER_INLINE pair pair_fma(pair x, pair y, pair z) {
-  return _mm512_fmadd_ps(x, y, z);
-}
-
-TIER_INLINE __m256 pair_row(pair x, int row) {
-  return row ? _mm512_extractf32x8_ps(x, 1) : _mm512_castps512_ps256(x);
 }
 
 #include "kernels/recur_f32.h"

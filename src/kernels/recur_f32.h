@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Rows, gates, recurrent form and decode step, written once for every vector width and element type.
  * The including file defines first, for vectors of LANES floats (8 or 16), in recur_<isa>.c:
- *   vec, vec_load, vec_store, vec_stream (past the caches, aligned), vec_load_bf16, vec_store_bf16, vec_load_f16, vec_store_f16, vec_store_tail(p, n, x),
- *   vec_set1, vec_add, vec_sub, vec_mul, vec_div, vec_fmadd (a b + c), vec_min and vec_max (the second operand when one is
- *   NaN), vec_abs, vec_exp, vec_split (x = m 2^e, m in sqrt(1/2) .. sqrt(2), for normal x > 0), vec_sum,
- *   vec_below(a, b, x, y) (x where a < b, else y), load_as, store_as (one vec of elements of a constant dtype),
+ *   vec, vec_load, vec_store, vec_stream (past the caches, aligned), vec_store_tail(p, n, x), vec_set1, vec_add,
+ *   vec_sub, vec_mul, vec_div, vec_fmadd (a b + c), vec_fnmadd (c - a b), vec_min and vec_max (the second operand when
+ *   one is NaN), vec_abs, vec_exp, vec_split (x = m 2^e, m in sqrt(1/2) .. sqrt(2), for normal x > 0), vec_sum,
+ *   vec_below(a, b, x, y) (x where a < b, else y), load_as, store_as (one vec of elements of a constant dtype, store_as
+ *   also of STORE_FINITE_BF16: bfloat16 from numbers that are not NaN),
  *   load_transposed(data, at, ld, dtype, r): r[j] lane i = element at + i ld + j;
  *   struct v32: the 32 columns of a panel, by value so that they stay in registers, with v32_zero, v32_load, v32_store,
- *   v32_finite (all of it), v32_mul (by a vec), v32_fma (vec v32 + v32), v32_fnma, v32_add;
- *   pair: 8 floats of each of two rows, with pair_zero, pair_load, pair_store, pair_both (one row for both), pair_set
- *   (a number for each), pair_mul, pair_fma, pair_row (one of the two, as 8 floats). */
+ *   v32_mul (by a vec), v32_fma (vec v32 + v32), v32_fnma, v32_add. */
 #ifndef GDN_RECUR_F32_H
 #define GDN_RECUR_F32_H
 
@@ -43,7 +42,8 @@
 
 INLINE void load_rows(int n, int dim, struct gdn_rows src, int dtype, float *restrict dst, int64_t ld) {
   for (int i = 0; i < n; i++)
-    for (int j = 0; j < dim; j += LANES) vec_store(dst + i * ld + j, load_as(src.data, i * src.stride_elems + j, dtype));
+    for (int j = 0; j < dim; j += LANES)
+      vec_store(dst + i * ld + j, load_as(src.data, i * src.stride_elems + j, dtype));
 }
 
 static void recur_load_rows(int n, int dim, struct gdn_rows src, float *dst, int64_t ld) {
@@ -80,7 +80,8 @@ INLINE void norm_rows(int n, int dim, struct gdn_rows src, int dtype, float eps,
 INLINE void scale_rows(int n, int dim, struct gdn_rows src, int dtype, float mult, float *restrict dst) {
   for (int i = 0; i < n; i++)
     for (int j = 0; j < dim; j += LANES)
-      vec_store(dst + (ptrdiff_t)i * dim + j, vec_mul(vec_set1(mult), load_as(src.data, i * src.stride_elems + j, dtype)));
+      vec_store(dst + (ptrdiff_t)i * dim + j,
+                vec_mul(vec_set1(mult), load_as(src.data, i * src.stride_elems + j, dtype)));
 }
 
 static void recur_norm_rows(int n, int dim, struct gdn_rows src, int l2norm, float eps, float mult, float *dst) {
@@ -95,15 +96,15 @@ static void recur_dot_rows(int n, int dim, const float *a, const float *b, float
     vec s[N_SUMS];
     for (int c = 0; c < N_SUMS; c++) s[c] = vec_set1(0);
     for (int j = 0; j < dim; j += 32)
-      for (int c = 0; c < N_SUMS; c++)
-        s[c] = vec_fmadd(vec_load(a + j + LANES * c), vec_load(b + j + LANES * c), s[c]);
+      for (int c = 0; c < N_SUMS; c++) s[c] = vec_fmadd(vec_load(a + j + LANES * c), vec_load(b + j + LANES * c), s[c]);
     dot[i] = add_sums(s);
   }
 }
 
 INLINE void store_rows(int n, int dim, const float *src, int64_t ld, struct gdn_rows_out dst, int dtype) {
   for (int i = 0; i < n; i++)
-    for (int j = 0; j < dim; j += LANES) store_as(dst.data, i * dst.stride_elems + j, dtype, vec_load(src + i * ld + j));
+    for (int j = 0; j < dim; j += LANES)
+      store_as(dst.data, i * dst.stride_elems + j, dtype, vec_load(src + i * ld + j));
 }
 
 static void recur_store_rows(int n, int dim, const float *src, int64_t ld, struct gdn_rows_out dst) {
@@ -173,8 +174,7 @@ static void recur_gates(const struct gdn_gates *a) {
   for (int i = 0; i < a->n; i += LANES) {
     const int m = a->n - i < LANES ? a->n - i : LANES;
     vec beta = a->beta.data ? load_strided(&a->beta, i, m) : one;
-    if (a->beta.data && a->beta_sigmoid)
-      beta = vec_div(one, vec_add(one, vec_exp(vec_sub(vec_set1(0.0f), beta))));
+    if (a->beta.data && a->beta_sigmoid) beta = vec_div(one, vec_add(one, vec_exp(vec_sub(vec_set1(0.0f), beta))));
     vec_store_tail(a->g_out + i, m, gate(a, i, m));
     vec_store_tail(a->beta_out + i, m, beta);
   }
@@ -249,14 +249,12 @@ struct dots {
   struct v32 x, y;
 };
 
-/* 32 columns of a state whose rows j lie ld and out_ld elements apart, and what is done to them in one pass. update:
- * out = decay in + d k^T. dots: x = s k_next and y = s q_next of the result. ahead: a line of memory that is fetched per
- * row; null = none. Constant where it matters, so that each use has its own loop. */
+/* What is done to a panel in one pass. update: s = decay s + d k^T. dots: x = s k_next and y = s q_next of the result.
+ * ahead: a line of memory that is fetched per row; null = none. Constant where it matters, so that each use has its own
+ * loop. */
 struct sweep {
-  int dim_k, update, dots, dtype, out_dtype;
-  const void *in;
-  void *out;
-  int64_t ld, out_ld;
+  int dim_k, update, dots;
+  float *state;
   vec decay;
   struct v32 d;
   const float *k, *k_next, *q_next;
@@ -269,11 +267,11 @@ INLINE struct dots sweep_chain(struct sweep a, int fetch, int l) {
   for (int block = l; block < a.dim_k; block += 32)
 #pragma GCC unroll 4
     for (int j = block; j < block + 32; j += 8) {
-      struct v32 r = v32_load(a.in, j * a.ld, a.dtype);
+      struct v32 r = v32_load(a.state, j * GDN_PANEL, GDN_ROWS_F32);
       if (fetch) _mm_prefetch(a.ahead + (ptrdiff_t)j * 64, _MM_HINT_T1);
       if (a.update) {
         r = v32_fma(vec_set1(a.k[j]), a.d, v32_mul(a.decay, r));
-        v32_store(a.out, j * a.out_ld, a.out_dtype, r);
+        v32_store(a.state, j * GDN_PANEL, GDN_ROWS_F32, r);
       }
       if (a.dots) {
         sum.x = v32_fma(vec_set1(a.k_next[j]), r, sum.x);
@@ -308,10 +306,15 @@ INLINE struct v32 finish_token(vec decay, float beta, float kq, struct dots sum,
 
 INLINE void recur_panel(const struct gdn_recur *a, int col, int fetch) {
   const int dim_k = a->dim_k;
-  float *state = a->state + (ptrdiff_t)col * dim_k;
-  struct sweep s = {.dim_k = dim_k, .dtype = GDN_ROWS_F32, .out_dtype = GDN_ROWS_F32, .in = state, .out = state, .ld = GDN_PANEL,
-                    .out_ld = GDN_PANEL, .k = a->k, .k_next = a->k, .q_next = a->q, .dots = 1, .decay = vec_set1(0),
-                    .d = v32_zero(), .ahead = a->next};
+  struct sweep s = {.dim_k = dim_k,
+                    .state = a->state + (ptrdiff_t)col * dim_k,
+                    .k = a->k,
+                    .k_next = a->k,
+                    .q_next = a->q,
+                    .dots = 1,
+                    .decay = vec_set1(0),
+                    .d = v32_zero(),
+                    .ahead = a->next};
   struct dots sum = sweep(s, fetch);
   s.update = 1;
   for (int t = 0;; t++) {
@@ -351,36 +354,52 @@ static void recur_tokens(const struct gdn_recur *a) {
 struct decode_rows {
   int dim_k, dtype, dots, update;
   const float *k, *q;
-  pair decay, d;
+  __m256 decay, d0, d1;
   const void *in;
   void *out;
   int64_t at, old_at, ld; /* of in */
   int64_t out_at, out_ld;
 };
 
-/* dots: x = in . k, y = in . q, as 8 chains each. update: out = decay in + d k^T for the earlier rows. Both at once, so that reading
- * overlaps with arithmetic and writing. */
-INLINE void decode_pair(struct decode_rows r, pair *x, pair *y) {
+INLINE __m256 load8(const void *data, int64_t i, int dtype) {
+  return dtype == GDN_ROWS_F16 ? v8_load_f16((const uint16_t *)data + i) : _mm256_loadu_ps((const float *)data + i);
+}
+
+INLINE void store8(void *data, int64_t i, int dtype, __m256 x) {
+  if (dtype == GDN_ROWS_F16)
+    v8_store_f16((uint16_t *)data + i, x);
+  else
+    _mm256_storeu_ps((float *)data + i, x);
+}
+
+/* dots: x = in . k, y = in . q, as 8 chains each. update: out = decay in + d k^T for the earlier rows. Both at once, so
+ * that reading overlaps with arithmetic and writing. */
+INLINE void decode_pair(struct decode_rows r, __m256 x[2], __m256 y[2]) {
   const int bytes = r.dtype == GDN_ROWS_F32 ? 4 : 2;
-  pair sum_x = pair_zero(), sum_y = pair_zero();
+  __m256 x0 = _mm256_setzero_ps(), x1 = x0, y0 = x0, y1 = x0;
   for (int block = 0; block < r.dim_k; block += 32)
 #pragma GCC unroll 4
     for (int j = block; j < block + 32; j += 8) {
-      const pair k = pair_both(r.k + j);
+      const __m256 k = _mm256_loadu_ps(r.k + j);
       if (r.dots) {
-        const pair s = pair_load(r.in, r.at + j, r.at + r.ld + j, r.dtype);
+        const __m256 q = _mm256_loadu_ps(r.q + j);
+        const __m256 s0 = load8(r.in, r.at + j, r.dtype), s1 = load8(r.in, r.at + r.ld + j, r.dtype);
         if (bytes == 4 || j % 16 == 0)
           _mm_prefetch((const char *)r.in + r.at * bytes + DECODE_AHEAD_BYTES + 2 * bytes * j, _MM_HINT_T1);
-        sum_x = pair_fma(k, s, sum_x);
-        sum_y = pair_fma(pair_both(r.q + j), s, sum_y);
+        x0 = _mm256_fmadd_ps(k, s0, x0);
+        y0 = _mm256_fmadd_ps(q, s0, y0);
+        x1 = _mm256_fmadd_ps(k, s1, x1);
+        y1 = _mm256_fmadd_ps(q, s1, y1);
       }
       if (r.update) {
-        const pair s = pair_mul(r.decay, pair_load(r.in, r.old_at + j, r.old_at + r.ld + j, r.dtype));
-        pair_store(r.out, r.out_at + j, r.out_at + r.out_ld + j, r.dtype, pair_fma(r.d, k, s));
+        const __m256 s0 = _mm256_mul_ps(r.decay, load8(r.in, r.old_at + j, r.dtype));
+        const __m256 s1 = _mm256_mul_ps(r.decay, load8(r.in, r.old_at + r.ld + j, r.dtype));
+        store8(r.out, r.out_at + j, r.dtype, _mm256_fmadd_ps(r.d0, k, s0));
+        store8(r.out, r.out_at + r.out_ld + j, r.dtype, _mm256_fmadd_ps(r.d1, k, s1));
       }
     }
-  *x = sum_x;
-  *y = sum_y;
+  x[0] = x0, x[1] = x1;
+  y[0] = y0, y[1] = y1;
 }
 
 /* The sums of 8 rows from their chains, in the order of sweep: lane i belongs to row i. */
@@ -392,13 +411,15 @@ INLINE __m256 sum_chains(const __m256 r[DECODE_ROWS]) {
   return _mm256_add_ps(_mm256_add_ps(_mm256_add_ps(c[0], c[1]), c[2]), c[3]);
 }
 
-/* From the chains of 8 rows to d and out; the same operations as in finish_token. */
-INLINE void decode_finish(const struct gdn_decode_step *a, int col, const __m256 *x, const __m256 *y, float *d) {
+/* From the chains of 8 rows to d and out; the same operations as in finish_token. Tells whether d is finite. */
+INLINE int decode_finish(const struct gdn_decode_step *a, int col, const __m256 *x, const __m256 *y, float *d) {
   const __m256 decay = _mm256_set1_ps(a->decay);
   const __m256 t = _mm256_fnmadd_ps(decay, sum_chains(x), _mm256_loadu_ps(a->v + col));
   const __m256 delta = _mm256_mul_ps(_mm256_set1_ps(a->beta), t);
   _mm256_storeu_ps(d, delta);
   _mm256_storeu_ps(a->out + col, _mm256_fmadd_ps(_mm256_set1_ps(a->kq), delta, _mm256_mul_ps(decay, sum_chains(y))));
+  const __m256 size = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), delta);
+  return _mm256_movemask_ps(_mm256_cmp_ps(size, _mm256_set1_ps(INFINITY), _CMP_LT_OQ)) == 0xff;
 }
 
 static const float decode_zeros[GDN_DIM_MAX];
@@ -408,10 +429,17 @@ INLINE void decode_block(const struct gdn_decode_step *a, int col, int dtype, in
   __m256 x[DECODE_ROWS], y[DECODE_ROWS];
   for (int i = 0; i < DECODE_ROWS / 2; i++) {
     const int row = col + 2 * i;
-    pair sum_x, sum_y;
-    struct decode_rows r = {.dim_k = a->dim_k, .dtype = dtype, .dots = dots, .update = update, .k = a->k, .q = a->q,
-                            .decay = pair_set(a->decay, a->decay), .d = pair_set(d[2 * i], d[2 * i + 1]),
-                            .in = decode_zeros, .out = a->state_out.data};
+    struct decode_rows r = {.dim_k = a->dim_k,
+                            .dtype = dtype,
+                            .dots = dots,
+                            .update = update,
+                            .k = a->k,
+                            .q = a->q,
+                            .decay = _mm256_set1_ps(a->decay),
+                            .d0 = _mm256_set1_ps(d[2 * i]),
+                            .d1 = _mm256_set1_ps(d[2 * i + 1]),
+                            .in = decode_zeros,
+                            .out = a->state_out.data};
     if (a->state_in.data) {
       r.in = a->state_in.data;
       r.ld = a->state_in.stride_elems;
@@ -420,11 +448,7 @@ INLINE void decode_block(const struct gdn_decode_step *a, int col, int dtype, in
     }
     r.out_ld = a->state_out.stride_elems;
     r.out_at = (row - DECODE_ROWS) * r.out_ld;
-    decode_pair(r, &sum_x, &sum_y);
-    for (int half = 0; half < 2; half++) {
-      x[2 * i + half] = pair_row(sum_x, half);
-      y[2 * i + half] = pair_row(sum_y, half);
-    }
+    decode_pair(r, x + 2 * i, y + 2 * i);
   }
   if (dots) decode_finish(a, col, x, y, d);
 }
@@ -515,8 +539,9 @@ INLINE void bf16_chains(struct bf16_rows s, __m256 r[2]) {
   r[1] = _mm256_permute2f128_ps(low, high, 0x31);
 }
 
-INLINE void bf16_block(const struct gdn_decode_step *a, const struct bf16_step *s, int col, int dots, int update,
-                       int finite, float *d) {
+/* finite: d is. Tells whether the new one is. */
+INLINE int bf16_block(const struct gdn_decode_step *a, const struct bf16_step *s, int col, int dots, int update,
+                      int finite, float *d) {
   const __m256 decay = _mm256_set1_ps(a->decay);
   __m256 x[DECODE_ROWS], y[DECODE_ROWS];
   for (int i = 0; i < DECODE_ROWS; i += 2) {
@@ -528,13 +553,7 @@ INLINE void bf16_block(const struct gdn_decode_step *a, const struct bf16_step *
     bf16_chains(sum_x, x + i);
     bf16_chains(sum_y, y + i);
   }
-  if (dots) decode_finish(a, col, x, y, d);
-}
-
-static int all_finite(const float *d, int n) {
-  int finite = 1;
-  for (int i = 0; i < n; i++) finite &= fabsf(d[i]) <= FLT_MAX;
-  return finite;
+  return dots ? decode_finish(a, col, x, y, d) : 0;
 }
 
 static void decode_bf16(const struct gdn_decode_step *a) {
@@ -546,49 +565,88 @@ static void decode_bf16(const struct gdn_decode_step *a) {
   }
   bf16_split(a->dim_k, a->k, s.k);
   bf16_split(a->dim_k, a->q, s.q);
-  bf16_block(a, &s, 0, 1, 0, 0, d);
+  int finite = bf16_block(a, &s, 0, 1, 0, 0, d);
   for (int col = DECODE_ROWS; col < a->n_cols; col += DECODE_ROWS)
     if (!s.out)
       bf16_block(a, &s, col, 1, 0, 0, d);
-    else if (all_finite(d, DECODE_ROWS))
-      bf16_block(a, &s, col, 1, 1, 1, d);
+    else if (finite)
+      finite = bf16_block(a, &s, col, 1, 1, 1, d);
     else
-      bf16_block(a, &s, col, 1, 1, 0, d);
+      finite = bf16_block(a, &s, col, 1, 1, 0, d);
   if (s.out) bf16_block(a, &s, a->n_cols, 0, 1, 0, d);
 }
 
-/* ---- decode step on [K, V]: along V, a panel of 32 columns at a time ---- */
+/* ---- decode step on [K, V]: along V ----
+ * Whole rows, blocks of 32 of them: panels of 32 columns lie a power of two apart, and share a few sets of the
+ * first-level cache. The chains of all columns are kept in memory, each touched once per block. */
 
-/* The next head's state follows this one's, so that a panel's share of it can be fetched in order, a line per row and
- * sweep: rows of a panel are too far apart for hardware prefetchers. */
-INLINE void decode_k_major(const struct gdn_decode_step *a, int dtype) {
+/* One chain of a block: rows j, j + 8, j + 16, j + 24 into x and y, [n_cols] each. */
+INLINE void k_major_chain(const struct gdn_decode_step *a, const void *in, int64_t ld, int dtype, int j, int first,
+                          float *restrict x, float *restrict y) {
   const int bytes = dtype == GDN_ROWS_F32 ? 4 : 2;
-  const char *ahead = a->state_in.data ? a->state_in.data : (const void *)decode_zeros;
-  ahead += a->state_in.stride_elems * a->dim_k * bytes;
-  for (int col = 0; col < a->n_cols; col += GDN_PANEL) {
-    struct sweep s = {.dim_k = a->dim_k, .dtype = dtype, .out_dtype = dtype, .in = decode_zeros, .k = a->k, .k_next = a->k, .q_next = a->q,
-                      .dots = 1, .decay = vec_set1(a->decay), .d = v32_zero()};
-    if (a->state_in.data) {
-      s.in = (const char *)a->state_in.data + col * bytes;
-      s.ld = a->state_in.stride_elems;
-    }
-    s.ahead = ahead + (ptrdiff_t)col * a->dim_k * bytes;
-    s.d = finish_token(s.decay, a->beta, a->kq, sweep(s, 1), a->v + col, a->out + col);
-    if (!a->state_out.data) continue;
-    s.dots = 0;
-    s.update = 1;
-    s.out = (char *)a->state_out.data + col * bytes;
-    s.out_ld = a->state_out.stride_elems;
-    s.ahead += (ptrdiff_t)a->dim_k * 64;
-    if (bytes == 4) {
-      sweep(s, 1);
-    } else if (dtype == GDN_ROWS_BF16 && v32_finite(s.d)) {
-      s.out_dtype = STORE_FINITE_BF16;
-      sweep(s, 0);
-    } else {
-      sweep(s, 0);
-    }
+  const vec k0 = vec_set1(a->k[j]), k1 = vec_set1(a->k[j + 8]), k2 = vec_set1(a->k[j + 16]),
+            k3 = vec_set1(a->k[j + 24]);
+  const vec q0 = vec_set1(a->q[j]), q1 = vec_set1(a->q[j + 8]), q2 = vec_set1(a->q[j + 16]),
+            q3 = vec_set1(a->q[j + 24]);
+  for (int c = 0; c < a->n_cols; c += LANES) {
+    const int64_t at = j * ld + c, step = 8 * ld;
+    const vec s0 = load_as(in, at, dtype), s1 = load_as(in, at + step, dtype);
+    const vec s2 = load_as(in, at + 2 * step, dtype), s3 = load_as(in, at + 3 * step, dtype);
+    for (int i = 0; i < 4 && c * bytes % 64 == 0; i++)
+      _mm_prefetch((const char *)in + (at + (4 + i) * step) * bytes, _MM_HINT_T1);
+    const vec x0 = first ? vec_set1(0) : vec_load(x + c), y0 = first ? vec_set1(0) : vec_load(y + c);
+    vec_store(x + c, vec_fmadd(k3, s3, vec_fmadd(k2, s2, vec_fmadd(k1, s1, vec_fmadd(k0, s0, x0)))));
+    vec_store(y + c, vec_fmadd(q3, s3, vec_fmadd(q2, s2, vec_fmadd(q1, s1, vec_fmadd(q0, s0, y0)))));
   }
+}
+
+/* The sum of a column's 8 chains in the order of sweep; chains lie n apart. */
+INLINE vec add_chains(const float *x, int n) {
+  vec sum = vec_add(vec_load(x), vec_load(x + 4 * n));
+  for (int l = 1; l < 4; l++) sum = vec_add(sum, vec_add(vec_load(x + l * n), vec_load(x + (l + 4) * n)));
+  return sum;
+}
+
+INLINE void k_major_update(const struct gdn_decode_step *a, const void *in, int64_t ld, int dtype, int out_dtype,
+                           const float *restrict d) {
+  const vec decay = vec_set1(a->decay);
+  const int64_t out_ld = a->state_out.stride_elems;
+  for (int j = 0; j < a->dim_k; j++) {
+    const vec k = vec_set1(a->k[j]);
+    for (int c = 0; c < a->n_cols; c += LANES)
+      store_as(a->state_out.data, j * out_ld + c, out_dtype,
+               vec_fmadd(k, vec_load(d + c), vec_mul(decay, load_as(in, j * ld + c, dtype))));
+  }
+}
+
+static int all_finite(const float *d, int n) {
+  int finite = 1;
+  for (int i = 0; i < n; i++) finite &= fabsf(d[i]) <= FLT_MAX;
+  return finite;
+}
+
+INLINE void decode_k_major(const struct gdn_decode_step *a, int dtype) {
+  const void *in = a->state_in.data ? a->state_in.data : (const void *)decode_zeros;
+  const int64_t ld = a->state_in.data ? a->state_in.stride_elems : 0;
+  const int n = a->n_cols;
+  float x[8 * GDN_DIM_MAX], y[8 * GDN_DIM_MAX], d[GDN_DIM_MAX];
+  for (int j = 0; j < a->dim_k; j += 32)
+    for (int l = 0; l < 8; l++)
+      if (j == 0)
+        k_major_chain(a, in, ld, dtype, l, 1, x + l * n, y + l * n);
+      else
+        k_major_chain(a, in, ld, dtype, j + l, 0, x + l * n, y + l * n);
+  const vec decay = vec_set1(a->decay), beta = vec_set1(a->beta), kq = vec_set1(a->kq);
+  for (int c = 0; c < n; c += LANES) {
+    const vec delta = vec_mul(beta, vec_fnmadd(decay, add_chains(x + c, n), vec_load(a->v + c)));
+    vec_store(d + c, delta);
+    vec_store(a->out + c, vec_fmadd(kq, delta, vec_mul(decay, add_chains(y + c, n))));
+  }
+  if (!a->state_out.data) return;
+  if (dtype == GDN_ROWS_BF16 && all_finite(d, n))
+    k_major_update(a, in, ld, dtype, STORE_FINITE_BF16, d);
+  else
+    k_major_update(a, in, ld, dtype, dtype, d);
 }
 
 static void recur_decode_step(const struct gdn_decode_step *a) {
@@ -598,8 +656,10 @@ static void recur_decode_step(const struct gdn_decode_step *a) {
     BY_DTYPE(s->dtype, decode_k_major(a, DTYPE));
   else if (s->data && s->dtype == GDN_ROWS_BF16)
     decode_bf16(a);
+  else if (s->data && s->dtype == GDN_ROWS_F16)
+    decode_v_major(a, GDN_ROWS_F16);
   else
-    BY_DTYPE(s->dtype, decode_v_major(a, DTYPE));
+    decode_v_major(a, GDN_ROWS_F32);
 }
 
 #endif

@@ -48,8 +48,8 @@ static inline void tiles_configure(void) {
  * gets every number below units: vector work of another block, for the cycles in which tiles keep the ports free. */
 static inline __attribute__((always_inline)) void block_product(const struct block *p, const int tiles, const int upper,
                                                                 const int steps, const float *init, float *c,
-                                                                fill_fn *fill, const struct job *job,
-                                                                const int units, const int n_ahead) {
+                                                                fill_fn *fill, const struct job *job, const int units,
+                                                                const int n_ahead) {
   const int64_t row_bytes = p->row_bytes;
   const char *a = p->a, *b = p->b;
   const int per_slot = (units + 2 * tiles * steps - 1) / (2 * tiles * steps);

@@ -60,9 +60,9 @@ static inline __m256i v8_round_finite_bf16(__m256 x) {
   return _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
 }
 
-static inline __m256i v8_finite_to_bf16x2(__m256 a, __m256 b) {
-  const __m256i low = _mm256_srli_epi32(v8_round_finite_bf16(a), 16), high = _mm256_srli_epi32(v8_round_finite_bf16(b), 16);
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+static inline void v8_store_finite_bf16(uint16_t *p, __m256 x) {
+  const __m256i r = _mm256_srli_epi32(v8_round_finite_bf16(x), 16);
+  _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1)));
 }
 
 /* 16 floats, a before b, as bfloat16. */

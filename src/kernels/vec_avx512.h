@@ -46,11 +46,11 @@ static inline __m256i v16_to_bf16(__m512 x) {
 }
 
 /* The same, not for NaN. */
-static inline __m256i v16_finite_to_bf16(__m512 x) {
+static inline void v16_store_finite_bf16(uint16_t *p, __m512 x) {
   const __m512i u = _mm512_castps_si512(x);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 
 static inline void v16_store_bf16(uint16_t *p, __m512 x) {

@@ -8,11 +8,12 @@
 
 #include "vec_avx512.h"
 
-/* Lane i: lo[i] in the low half, hi[i] in the high half, rounded to nearest, ties away from zero: four cheap operations where
- * vcvtne2ps2bf16 and a permutation take four cycles of one port (Emerald Rapids). */
+/* Lane i: lo[i] in the low half, hi[i] in the high half, rounded to nearest, ties away from zero: four cheap operations
+ * where vcvtne2ps2bf16 and a permutation take four cycles of one port (Emerald Rapids). */
 static inline __m512i v16_pack_pair(__m512 lo, __m512 hi) {
   const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i a = _mm512_add_epi32(_mm512_castps_si512(lo), half), b = _mm512_add_epi32(_mm512_castps_si512(hi), half);
+  const __m512i a = _mm512_add_epi32(_mm512_castps_si512(lo), half),
+                b = _mm512_add_epi32(_mm512_castps_si512(hi), half);
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
 }
 
