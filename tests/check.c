@@ -313,8 +313,29 @@ void check_same_bits(const char *what, const void *a, const void *b, size_t byte
 
 /* ---- tiers and contexts ---- */
 
-static const struct check_tier tier_values[] = {
-    {"ref", GDN_ISA_REF}, {"avx2", GDN_ISA_AVX2}, {"avx512", GDN_ISA_AVX512}};
+static const struct check_tier tier_values[] = {{"ref", GDN_ISA_REF, 0},
+                                                {"avx2", GDN_ISA_AVX2, 0},
+                                                {"avx512", GDN_ISA_AVX512, 0},
+                                                {"avx512bf16", GDN_ISA_AVX512BF16, 1},
+                                                {"amx", GDN_ISA_AMX, 1}};
+
+int check_tier_wanted(const char *name) {
+  const char *at = getenv("GDN_TEST_TIERS");
+  size_t len = strlen(name);
+  if (at == NULL) return 1;
+  for (; *at != '\0'; at += strcspn(at, ","), at += *at == ',') {
+    if (strcspn(at, ",") == len && strncmp(at, name, len) == 0) return 1;
+  }
+  return 0;
+}
+
+int check_quick(void) {
+  return getenv("GDN_TEST_QUICK") != NULL;
+}
+
+double check_form_limit(const struct check_tier *tier, int32_t form, double f32_limit, double bf16_limit) {
+  return tier->bf16_chunks && form == GDN_FORM_CHUNK ? bf16_limit : f32_limit;
+}
 
 void check_ok(const char *call, gdn_status status) {
   if (status != GDN_OK) check_fail("%s: %s: %s", call, gdn_status_name(status), gdn_last_error());
@@ -326,12 +347,14 @@ int check_tiers(struct check_tier tiers[CHECK_TIERS_MAX]) {
   check_ok("gdn_ctx_create", gdn_ctx_create(&args, &ctx));
   gdn_info info = {.struct_size = sizeof info};
   check_ok("gdn_ctx_info", gdn_ctx_info(ctx, &info));
+  if (strstr(info.cpu, "emulated") != NULL) printf("emulated: every tier above ref\n");
   int n = 0;
   for (int i = 0; i < info.n_tiers && n < CHECK_TIERS_MAX; i++) {
     size_t j = 0;
     while (j < sizeof tier_values / sizeof tier_values[0] && strcmp(tier_values[j].name, info.tiers[i].name) != 0) j++;
     if (j == sizeof tier_values / sizeof tier_values[0])
       check_fail("check.c does not know tier %s", info.tiers[i].name);
+    if (!check_tier_wanted(info.tiers[i].name)) continue;
     if (info.tiers[i].available) {
       tiers[n++] = tier_values[j];
     } else {

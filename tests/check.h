@@ -71,11 +71,19 @@ void check_limit(const char *what, double error, double limit);
 struct check_tier {
   const char *name;
   int32_t isa;
+  int bf16_chunks; /* products of its chunk form have bf16 operands */
 };
 
 #define CHECK_TIERS_MAX 8
-/* The tiers a context can use here, lowest first; the others are counted as skipped. */
+/* The tiers a context can use here, lowest first; the others are counted as skipped. The environment variable
+ * GDN_TEST_TIERS, names with commas between, leaves only those. */
 int check_tiers(struct check_tier tiers[CHECK_TIERS_MAX]);
+/* bf16_limit where products have bf16 operands, else f32_limit. */
+double check_form_limit(const struct check_tier *tier, int32_t form, double f32_limit, double bf16_limit);
+/* Whether GDN_TEST_TIERS leaves this tier. */
+int check_tier_wanted(const char *name);
+/* 1 where instructions are emulated: a test may use smaller numbers of the same. */
+int check_quick(void);
 /* A context that runs exactly this tier. */
 gdn_ctx *check_ctx(const struct check_tier *tier, int n_threads);
 /* Fails unless status is GDN_OK. */

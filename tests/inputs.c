@@ -197,8 +197,8 @@ static void place_states(struct inputs *x, struct check_rng *r) {
   }
   x->start = check_alloc(x->pool_out_bytes);
   memcpy(x->start, x->pool_out, x->pool_out_bytes);
-  x->prefill.initial_state = (gdn_states){
-      x->pool_in, n_rows, stride, place_ints(s->index, read, s->n_seqs), s->index, s->state_in, s->layout_in, 0};
+  x->prefill.initial_state = (gdn_states){x->pool_in, n_rows,      stride,       place_ints(s->index, read, s->n_seqs),
+                                          s->index,   s->state_in, s->layout_in, 0};
   x->prefill.final_state = (gdn_states){
       x->pool_out, n_rows, stride, place_ints(s->index, write, s->n_seqs), s->index, s->state_out, s->layout_out, 0};
   for (int i = 0; i <= s->n_seqs; i++) cu[i] = (int64_t)i * s->n_tokens;
@@ -215,8 +215,14 @@ struct inputs *inputs_make(const struct inputs_spec *spec, struct check_rng *r) 
   int64_t n = (int64_t)s->n_seqs * s->n_tokens;
   gdn_prefill_args *a = &x->prefill;
   x->n_heads = oracle_heads(h_q, h_v);
-  *a = (gdn_prefill_args){.struct_size = sizeof *a, .flags = s->n_seqs == 4 ? 0 : GDN_L2NORM_QK, .n_seqs = s->n_seqs,
-                          .n_tokens = n, .n_heads_k = h_k, .n_heads_v = h_v, .dim_k = s->dim_k, .dim_v = s->dim_v,
+  *a = (gdn_prefill_args){.struct_size = sizeof *a,
+                          .flags = s->n_seqs == 4 ? 0 : GDN_L2NORM_QK,
+                          .n_seqs = s->n_seqs,
+                          .n_tokens = n,
+                          .n_heads_k = h_k,
+                          .n_heads_v = h_v,
+                          .dim_k = s->dim_k,
+                          .dim_v = s->dim_v,
                           .n_heads_q = s->heads == HEADS_MORE_Q ? h_q : 0};
   /* Without norm, keys of norm 2 would let states grow by (1 - 4 beta) per token. */
   if (s->n_seqs == 4) a->flags |= s->n_tokens > 1 ? GDN_L2NORM_QK : 0;
@@ -227,11 +233,24 @@ struct inputs *inputs_make(const struct inputs_spec *spec, struct check_rng *r) 
   x->out_bytes = (size_t)(set_strides(s->strides, n, x->n_heads, s->dim_v, &out) * inputs_bytes(s->out));
   x->out = check_alloc_tight(x->out_bytes);
   a->out = (gdn_tensor_out){x->out, out.token_stride_elems, out.head_stride_elems, s->out, 0};
-  x->decode = (gdn_decode_args){.struct_size = sizeof x->decode, .flags = a->flags, .n_tokens = s->n_tokens,
-                                .n_seqs = s->n_seqs, .n_heads_k = h_k, .n_heads_v = h_v, .n_heads_q = a->n_heads_q,
-                                .dim_k = s->dim_k, .dim_v = s->dim_v, .q = a->q, .k = a->k, .v = a->v, .g = a->g,
-                                .beta = a->beta, .raw_gates = a->raw_gates, .out = a->out,
-                                .initial_state = a->initial_state, .final_state = a->final_state};
+  x->decode = (gdn_decode_args){.struct_size = sizeof x->decode,
+                                .flags = a->flags,
+                                .n_tokens = s->n_tokens,
+                                .n_seqs = s->n_seqs,
+                                .n_heads_k = h_k,
+                                .n_heads_v = h_v,
+                                .n_heads_q = a->n_heads_q,
+                                .dim_k = s->dim_k,
+                                .dim_v = s->dim_v,
+                                .q = a->q,
+                                .k = a->k,
+                                .v = a->v,
+                                .g = a->g,
+                                .beta = a->beta,
+                                .raw_gates = a->raw_gates,
+                                .out = a->out,
+                                .initial_state = a->initial_state,
+                                .final_state = a->final_state};
   x->want_out = check_alloc(sizeof(double) * (size_t)(n * x->n_heads * s->dim_v));
   x->want_states = check_alloc(sizeof(double) * (size_t)s->n_seqs * (size_t)x->n_heads * (size_t)(s->dim_v * s->dim_k));
   oracle_prefill(a, x->want_out, x->want_states);
@@ -288,7 +307,8 @@ static void compare(const char *what, const void *got, int32_t dtype, const doub
   double error2 = 0, norm2 = 0;
   for (int64_t i = 0; i < n; i++) {
     double e = fabs(oracle_number(got, i, dtype) - want[i]) - half_ulp(want[i], dtype);
-    if (!(e <= 1e6)) check_fail("%s: element %lld: %g instead of %g", what, (long long)i, oracle_number(got, i, dtype), want[i]);
+    if (!(e <= 1e6))
+      check_fail("%s: element %lld: %g instead of %g", what, (long long)i, oracle_number(got, i, dtype), want[i]);
     norm2 += want[i] * want[i];
     if (e > 0) error2 += e * e;
   }

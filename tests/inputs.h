@@ -20,7 +20,7 @@ struct inputs_spec {
   int32_t q, k, v, out, beta, raw; /* dtypes; raw: of a, b, a_log and dt_bias */
   int32_t index;                   /* GDN_I32 or GDN_I64 */
   int32_t state_in, state_out, layout_in, layout_out;
-  int in_place;                    /* one pool, where dtypes and layouts are the same */
+  int in_place; /* one pool, where dtypes and layouts are the same */
 };
 
 struct inputs {

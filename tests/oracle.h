@@ -15,7 +15,8 @@ double oracle_log_decay(const gdn_raw_gates *r, int64_t n_heads, int64_t t, int6
 double oracle_beta(const gdn_raw_gates *r, int64_t n_heads, int64_t t, int64_t h);
 /* Row i of a pool, and where element [j][i] of head h of a row lies, j in V, i in K. */
 int64_t oracle_row(const gdn_states *s, int64_t i);
-int64_t oracle_state_at(const gdn_states *s, int64_t n_heads, int dim_k, int dim_v, int64_t row, int64_t h, int j, int i);
+int64_t oracle_state_at(const gdn_states *s, int64_t n_heads, int dim_k, int dim_v, int64_t row, int64_t h, int j,
+                        int i);
 
 /* Element i of head h of token t of an array, as a number. dim is the dense length of a head (1 for gates). */
 double oracle_element(const gdn_tensor *x, int32_t default_dtype, int64_t n_heads, int64_t dim, int64_t t, int64_t h,

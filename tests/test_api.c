@@ -111,6 +111,11 @@ static void errors_flags_options_and_types_are_named(void **state) {
   BAD(GDN_E_FLAGS, "flags", "0x80000000", a.flags = 1u << 31);
   BAD_PREFILL(GDN_E_OPTION, "form", "3", a.form = 3);
   BAD_PREFILL(GDN_E_OPTION, "form", "-1", a.form = -1);
+  BAD_PREFILL(GDN_E_OPTION, "schedule", "3", a.schedule = 3);
+  BAD_PREFILL(GDN_E_OPTION, "reserved_2", "9", a.reserved_2 = 9);
+  BAD(GDN_E_OPTION, "q.reserved", "7", a.q.reserved = 7);
+  BAD(GDN_E_OPTION, "out.reserved", "-7", a.out.reserved = -7);
+  BAD(GDN_E_OPTION, "raw_gates.reserved", "5", a.raw_gates.reserved = 5);
   BAD(GDN_E_DTYPE, "q.dtype", "3", a.q.dtype = GDN_I32);
   BAD(GDN_E_DTYPE, "k.dtype", "99", a.k.dtype = 99);
   BAD(GDN_E_DTYPE, "v.dtype", "-1", a.v.dtype = -1);
@@ -573,7 +578,7 @@ static void context_info_tells_what_was_made(void **state) {
     }
     if (info.n_threads != n) check_fail("n_threads = %d", (int)info.n_threads);
     if (info.n_cores < 1) check_fail("n_cores = %d", (int)info.n_cores);
-    if (info.n_tiers != 3 || strcmp(info.tiers[0].name, "ref") != 0 || !info.tiers[0].available) check_fail("tiers");
+    if (info.n_tiers != 5 || strcmp(info.tiers[0].name, "ref") != 0 || !info.tiers[0].available) check_fail("tiers");
     if (n == 3 && info.pinned) check_fail("pinned against GDN_PIN_OFF");
     if (info.struct_size != sizeof info) check_fail("struct_size changed");
     if (strcmp(info.product_provider, "libxsmm") != 0 && strcmp(info.product_provider, "own") != 0) {
@@ -835,6 +840,22 @@ static void limits_no_threads_is_an_error(void **state) {
 
 #endif
 
+static void limits_scratch_limit_is_kept(void **state) {
+  (void)state;
+  check_case("scratch_limit");
+  struct batch *prefill = valid_batch(0);
+  gdn_ctx_args a = {.struct_size = sizeof a, .scratch_limit_bytes = 1000};
+  gdn_ctx *made = NULL;
+  check_ok("gdn_ctx_create", gdn_ctx_create(&a, &made));
+  expect("gdn_prefill", prefill, gdn_prefill(made, &prefill->args), GDN_E_NOMEM, "scratch_limit_bytes", "1000");
+  gdn_ctx_destroy(made);
+  a.scratch_limit_bytes = 1 << 28;
+  check_ok("gdn_ctx_create", gdn_ctx_create(&a, &made));
+  check_ok("gdn_prefill", gdn_prefill(made, &prefill->args));
+  gdn_ctx_destroy(made);
+  check_free_all();
+}
+
 /* ---- texts ---- */
 
 static void texts_every_status_has_its_name(void **state) {
@@ -928,6 +949,7 @@ int main(void) {
       TEST(fork_child_gets_an_error_and_can_make_its_own),
       TEST(limits_no_memory_is_an_error),
       TEST(limits_no_threads_is_an_error),
+      TEST(limits_scratch_limit_is_kept),
       TEST(texts_every_status_has_its_name),
       TEST(texts_a_thread_starts_without_an_error),
   };

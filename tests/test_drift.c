@@ -59,15 +59,34 @@ static void run(gdn_ctx *ctx, int32_t dtype, int n_steps, double slowest, struct
   for (int done = 0; done < n_steps; done += BLOCK) {
     draw(t, slowest, r);
     for (int i = 0; i < BLOCK; i++) {
-      gdn_decode_args a = {.struct_size = sizeof a, .flags = GDN_L2NORM_QK, .n_seqs = 1, .n_heads_k = H,
-                           .n_heads_v = HV, .dim_k = K, .dim_v = V, .q = {.data = t->q + i * H * K}, .k = {.data = t->k + i * H * K},
-                           .v = {.data = t->v + i * HV * V}, .g = {.data = t->g + i * HV}, .beta = {.data = t->beta + i * HV},
-                           .out = {.data = t->out + i * HV * V, .dtype = GDN_F32}, .initial_state = own, .final_state = own};
+      gdn_decode_args a = {.struct_size = sizeof a,
+                           .flags = GDN_L2NORM_QK,
+                           .n_seqs = 1,
+                           .n_heads_k = H,
+                           .n_heads_v = HV,
+                           .dim_k = K,
+                           .dim_v = V,
+                           .q = {.data = t->q + i * H * K},
+                           .k = {.data = t->k + i * H * K},
+                           .v = {.data = t->v + i * HV * V},
+                           .g = {.data = t->g + i * HV},
+                           .beta = {.data = t->beta + i * HV},
+                           .out = {.data = t->out + i * HV * V, .dtype = GDN_F32},
+                           .initial_state = own,
+                           .final_state = own};
       check_ok("gdn_decode", gdn_decode(ctx, &a));
     }
-    oracle_continue(&(gdn_prefill_args){.flags = GDN_L2NORM_QK, .n_seqs = 1, .n_tokens = BLOCK, .n_heads_k = H,
-                                        .n_heads_v = HV, .dim_k = K, .dim_v = V, .q = {.data = t->q},
-                                        .k = {.data = t->k}, .v = {.data = t->v}, .g = {.data = t->g},
+    oracle_continue(&(gdn_prefill_args){.flags = GDN_L2NORM_QK,
+                                        .n_seqs = 1,
+                                        .n_tokens = BLOCK,
+                                        .n_heads_k = H,
+                                        .n_heads_v = HV,
+                                        .dim_k = K,
+                                        .dim_v = V,
+                                        .q = {.data = t->q},
+                                        .k = {.data = t->k},
+                                        .v = {.data = t->v},
+                                        .g = {.data = t->g},
                                         .beta = {.data = t->beta}},
                     want, states);
     *out_error = fmax(*out_error, distance(t->out, GDN_F32, want, BLOCK * HV * V));

@@ -53,13 +53,20 @@ static void gating_agrees_with_float64(void **state) {
     gdn_tensor bias = wide_array(1, n_heads, floats[i / 2 % 3], 0, -4, 4, &r);
     gdn_raw_gates raw = {.a = wide_array(n, n_heads, floats[i / 3 % 3], pad, -30, 30, &r),
                          .b = wide_array(n, n_heads, floats[i / 4 % 3], pad, -30, 30, &r),
-                         .a_log = a_log.data, .dt_bias = i % 5 ? bias.data : NULL, .a_log_dtype = a_log.dtype,
-                         .dt_bias_dtype = bias.dtype, .softplus_threshold = i % 4 == 3 ? 2.5f : 0};
+                         .a_log = a_log.data,
+                         .dt_bias = i % 5 ? bias.data : NULL,
+                         .a_log_dtype = a_log.dtype,
+                         .dt_bias_dtype = bias.dtype,
+                         .softplus_threshold = i % 4 == 3 ? 2.5f : 0};
     float *g = check_alloc_tight((size_t)(n * n_heads) * 4), *beta = check_alloc_tight((size_t)(n * n_heads) * 4);
     for (int t = 0; t < n_tiers; t++) {
       check_case("gating_%d/%s", i, tiers[t].name);
-      gdn_gating_args args = {.struct_size = sizeof args, .n_tokens = n, .n_heads = n_heads, .raw_gates = raw,
-                              .g = {.data = g}, .beta = {.data = beta}};
+      gdn_gating_args args = {.struct_size = sizeof args,
+                              .n_tokens = n,
+                              .n_heads = n_heads,
+                              .raw_gates = raw,
+                              .g = {.data = g},
+                              .beta = {.data = beta}};
       check_ok("gdn_gating", gdn_gating(contexts[t], &args));
       for (int64_t k = 0; k < n * n_heads; k++) {
         relative("g", g[k], oracle_log_decay(&raw, n_heads, k / n_heads, k % n_heads), LIMIT_G);
@@ -69,8 +76,7 @@ static void gating_agrees_with_float64(void **state) {
       float one[N_HEADS_MAX], *turned = check_alloc((size_t)(n * n_heads) * 4);
       gdn_gating_args last = args;
       last.n_tokens = 1;
-      last.raw_gates.a.data =
-          (const char *)raw.a.data + (n - 1) * raw.a.token_stride_elems * inputs_bytes(raw.a.dtype);
+      last.raw_gates.a.data = (const char *)raw.a.data + (n - 1) * raw.a.token_stride_elems * inputs_bytes(raw.a.dtype);
       last.raw_gates.b.data = last.beta.data = NULL;
       last.g.data = one;
       check_ok("gdn_gating", gdn_gating(contexts[t], &last));
@@ -88,8 +94,8 @@ static void gating_agrees_with_float64(void **state) {
 /* Every extreme value with every other: numbers, and the ones that the header promises. */
 static void extreme_values_give_no_nan(void **state) {
   (void)state;
-  static const float values[] = {0,     -0.0f, 1,         -1,       20,       20.001f, -20,     88,     -88,  1e30f,
-                                 -1e30f, 1e-30f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, 0x1p-149f, -0x1p-149f};
+  static const float values[] = {0,     -0.0f,  1,      -1,      20,       20.001f,  -20,       88,        -88,
+                                 1e30f, -1e30f, 1e-30f, FLT_MAX, -FLT_MAX, INFINITY, -INFINITY, 0x1p-149f, -0x1p-149f};
   enum { N = COUNT(values) };
   for (int t = 0; t < n_tiers; t++) {
     check_case("extreme/%s", tiers[t].name);
@@ -97,9 +103,12 @@ static void extreme_values_give_no_nan(void **state) {
       float a[N * N], biases[N], g[N * N], beta[N * N];
       for (int i = 0; i < N * N; i++) a[i] = values[i / N];
       for (int i = 0; i < N; i++) biases[i] = values[bias];
-      gdn_gating_args args = {.struct_size = sizeof args, .n_tokens = N, .n_heads = N,
+      gdn_gating_args args = {.struct_size = sizeof args,
+                              .n_tokens = N,
+                              .n_heads = N,
                               .raw_gates = {.a = {.data = a}, .b = {.data = a}, .a_log = values, .dt_bias = biases},
-                              .g = {.data = g}, .beta = {.data = beta}};
+                              .g = {.data = g},
+                              .beta = {.data = beta}};
       check_ok("gdn_gating", gdn_gating(contexts[t], &args));
       for (int i = 0; i < N * N; i++) {
         float x = values[i / N], rate = values[i % N];
@@ -111,9 +120,12 @@ static void extreme_values_give_no_nan(void **state) {
       }
     }
     float nan = NAN, one = 1, g, beta;
-    gdn_gating_args args = {.struct_size = sizeof args, .n_tokens = 1, .n_heads = 1,
+    gdn_gating_args args = {.struct_size = sizeof args,
+                            .n_tokens = 1,
+                            .n_heads = 1,
                             .raw_gates = {.a = {.data = &nan}, .b = {.data = &nan}, .a_log = &one},
-                            .g = {.data = &g}, .beta = {.data = &beta}};
+                            .g = {.data = &g},
+                            .beta = {.data = &beta}};
     check_ok("gdn_gating", gdn_gating(contexts[t], &args));
     if (!isnan(g) || !isnan(beta)) check_fail("NaN must stay");
   }
@@ -164,8 +176,12 @@ static void fused_gates_give_the_bits_of_gating(void **state) {
         void *out[2], *states[2];
         check_case("fused_%d/%s/call_%d", i, tiers[t].name, call);
         if (call == 2 && s.n_tokens > GDN_DECODE_TOKENS_MAX) continue;
-        gdn_gating_args args = {.struct_size = sizeof args, .n_tokens = n, .n_heads = x->n_heads,
-                                .raw_gates = x->prefill.raw_gates, .g = {.data = g}, .beta = {.data = beta}};
+        gdn_gating_args args = {.struct_size = sizeof args,
+                                .n_tokens = n,
+                                .n_heads = x->n_heads,
+                                .raw_gates = x->prefill.raw_gates,
+                                .g = {.data = g},
+                                .beta = {.data = beta}};
         check_ok("gdn_gating", gdn_gating(contexts[t], &args));
         for (int given = 0; given < 2; given++) {
           gdn_prefill_args p = x->prefill;
@@ -197,9 +213,12 @@ static void expect(gdn_status got, gdn_status want, const char *name) {
 static void bad_arguments_are_named(void **state) {
   (void)state;
   static float a[32], out[4][32];
-  const gdn_gating_args good = {.struct_size = sizeof good, .n_tokens = 4, .n_heads = 8,
+  const gdn_gating_args good = {.struct_size = sizeof good,
+                                .n_tokens = 4,
+                                .n_heads = 8,
                                 .raw_gates = {.a = {.data = a}, .b = {.data = a}, .a_log = a},
-                                .g = {.data = out[0]}, .beta = {.data = out[1]}};
+                                .g = {.data = out[0]},
+                                .beta = {.data = out[1]}};
   check_case("bad");
   expect(gdn_gating(NULL, &good), GDN_E_NULL, "ctx");
   expect(gdn_gating(contexts[0], NULL), GDN_E_NULL, "args");

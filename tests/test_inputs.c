@@ -111,9 +111,15 @@ static gdn_page_table table_of(const struct inputs *x, int64_t *indices, int64_t
     indptr[i] = i;
   }
   indptr[n] = n;
-  return (gdn_page_table){.struct_size = sizeof(gdn_page_table), .n_seqs = n, .n_pages = 2 * n + 1, .page_size = 64,
-                          .n_page_indices = n, .page_indices = indices, .page_indptr = indptr,
-                          .last_page_len = last_len, .index_dtype = GDN_I64};
+  return (gdn_page_table){.struct_size = sizeof(gdn_page_table),
+                          .n_seqs = n,
+                          .n_pages = 2 * n + 1,
+                          .page_size = 64,
+                          .n_page_indices = n,
+                          .page_indices = indices,
+                          .page_indptr = indptr,
+                          .last_page_len = last_len,
+                          .index_dtype = GDN_I64};
 }
 
 /* The pages that a call wrote against the rows that the unpaged call wrote. */
@@ -167,7 +173,8 @@ static void paged_case(int i) {
       inputs_reset(x);
       p.initial_state = p.final_state = d.initial_state = d.final_state = (gdn_states){0};
       p.prefix_lens = NULL;
-      check_ok("paged", decode ? gdn_decode_paged(contexts[t], &d, &paged) : gdn_prefill_paged(contexts[t], &p, &paged));
+      check_ok("paged",
+               decode ? gdn_decode_paged(contexts[t], &d, &paged) : gdn_prefill_paged(contexts[t], &p, &paged));
       same_pages(x, pool, out);
     }
   }
@@ -191,10 +198,24 @@ static void combinations_that_do_not_exist_are_refused_by_name(void **state) {
   (void)state;
   gdn_ctx *ctx = contexts[0];
   struct check_rng r = check_case("refused");
-  struct inputs_spec s = {.heads = HEADS_MORE_Q, .gates = GATES_RAW, .dim_k = 32, .dim_v = 32, .n_seqs = 2,
-                          .n_tokens = 1, .q = GDN_BF16, .k = GDN_BF16, .v = GDN_BF16, .out = GDN_F32, .beta = GDN_F32,
-                          .raw = GDN_F32, .index = GDN_I32, .state_in = GDN_F32, .state_out = GDN_F32,
-                          .layout_in = GDN_LAYOUT_VK, .layout_out = GDN_LAYOUT_VK, .in_place = 1};
+  struct inputs_spec s = {.heads = HEADS_MORE_Q,
+                          .gates = GATES_RAW,
+                          .dim_k = 32,
+                          .dim_v = 32,
+                          .n_seqs = 2,
+                          .n_tokens = 1,
+                          .q = GDN_BF16,
+                          .k = GDN_BF16,
+                          .v = GDN_BF16,
+                          .out = GDN_F32,
+                          .beta = GDN_F32,
+                          .raw = GDN_F32,
+                          .index = GDN_I32,
+                          .state_in = GDN_F32,
+                          .state_out = GDN_F32,
+                          .layout_in = GDN_LAYOUT_VK,
+                          .layout_out = GDN_LAYOUT_VK,
+                          .in_place = 1};
   struct inputs *x = inputs_make(&s, &r);
   static const float gate[64];
 #define BAD(status, name, ...)                                                                                         \

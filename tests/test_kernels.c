@@ -14,9 +14,9 @@
 
 #include "check.h"
 #include "inputs.h"
-#include "oracle.h"
 #include "kernels/gemm.h"
 #include "kernels/kernels.h"
+#include "oracle.h"
 #include "platform.h"
 
 /* One check of one primitive: shape, the table under test, and ref. */
@@ -250,7 +250,7 @@ static void check_dot_rows(struct kcase *c) {
 
 /* exp to a few units in the last place (a polynomial after argument reduction); results below the normal range may be
  * flushed to zero. */
-static void check_exp(const char *what, double got, double x) {
+static void check_exp_near(const char *what, double got, double x, double limit) {
   double want = exp(x);
   if (isnan(x)) {
     if (!isnan(got)) check_fail("%s: exp(nan) = %g", what, got);
@@ -260,8 +260,12 @@ static void check_exp(const char *what, double got, double x) {
     check_limit(what, fabs(got - want), FLT_MIN);
     if (x == -INFINITY && got != 0) check_fail("%s: exp(-inf) = %g", what, got);
   } else {
-    check_limit(what, fabs(got - want) / want, 4 * 0x1p-24);
+    check_limit(what, fabs(got - want) / want, limit);
   }
+}
+
+static void check_exp(const char *what, double got, double x) {
+  check_exp_near(what, got, x, 4 * 0x1p-24);
 }
 
 static const float gate_values[] = {0,     -INFINITY, -90,    -26,     -110, -1000, 0.01f,  3,     -0.0f,
@@ -357,7 +361,8 @@ static void check_state_load(struct kcase *c) {
       if (panels[panel_at(c->K, col, i)] != rows[(int64_t)col * c->K + i]) check_fail("column %d, k %d", col, i);
     }
   }
-  BENCH(c, c->ref->state_load(c->V, c->K, f32_rows(c, rows), panels), c->tier->state_load(c->V, c->K, f32_rows(c, rows), panels));
+  struct gdn_state_ref state = f32_rows(c, rows);
+  BENCH(c, c->ref->state_load(c->V, c->K, state, panels), c->tier->state_load(c->V, c->K, state, panels));
 }
 
 static void check_state_store(struct kcase *c) {
@@ -370,7 +375,8 @@ static void check_state_store(struct kcase *c) {
     }
   }
   if (c->n % 2 != 0 && !check_is_poison(rows + n_elems, 4)) check_fail("write after the last row");
-  BENCH(c, c->ref->state_store(c->V, c->K, panels, f32_rows(c, rows)), c->tier->state_store(c->V, c->K, panels, f32_rows(c, rows)));
+  struct gdn_state_ref state = f32_rows(c, rows);
+  BENCH(c, c->ref->state_store(c->V, c->K, panels, state), c->tier->state_store(c->V, c->K, panels, state));
 }
 
 /* ---- recurrent form ---- */
@@ -607,15 +613,20 @@ static void set_chunk(struct gdn_chunk *x, const struct chunk_data *d, int start
   x->beta_rows = rows_from(d->beta, start);
 }
 
+static void run_columns(const struct gdn_kernels *k, struct gdn_chunk *x, int col, int n_cols, enum stage last) {
+  void (*const per_slice[])(const struct gdn_chunk *, int, int) = {k->chunk_residual, k->chunk_delta, k->chunk_out,
+                                                                   k->chunk_state};
+  for (int s = RESIDUAL; s <= (int)last; s++) per_slice[s - RESIDUAL](x, col, n_cols);
+}
+
 /* Primitives up to last, over columns in slices of width. */
 static void run_stages(const struct gdn_kernels *k, struct gdn_chunk *x, int width, int begin, enum stage last) {
   void (*const per_head[])(const struct gdn_chunk *) = {k->chunk_qk, k->chunk_gates, k->chunk_mask, k->chunk_solve};
   for (int s = QK; s <= SOLVE && s <= (int)last; s++) per_head[s](x);
-  void (*const per_slice[])(const struct gdn_chunk *, int, int) = {k->chunk_begin, k->chunk_residual, k->chunk_delta,
-                                                                   k->chunk_out, k->chunk_state};
   for (int col = 0; col < x->dim_v; col += width) {
     int n_cols = x->dim_v - col < width ? x->dim_v - col : width;
-    for (int s = begin ? BEGIN : RESIDUAL; s <= (int)last; s++) per_slice[s - BEGIN](x, col, n_cols);
+    if (begin && last >= BEGIN) k->chunk_begin(x, col, n_cols);
+    run_columns(k, x, col, n_cols, last);
   }
 }
 
@@ -728,7 +739,8 @@ static void check_chunk_gates(struct kcase *c) {
     double gate = (double)x->gate_hi[i] + (double)x->gate_lo[i];
     check_limit("sum of gates", fabs(gate - sum[i]) / (1 + fabs(sum[i])), 0x1p-40);
     check_exp("decay_in", x->decay_in[i], sum[i]);
-    check_exp("decay_out", x->decay_out[i], sum[x->n - 1] - sum[i]);
+    double after = sum[x->n - 1] - sum[i]; /* rounded to f32 before exp takes it */
+    check_exp_near("decay_out", x->decay_out[i], after, (4 + fabs(after)) * 0x1p-24);
     if (x->beta[i] != row_get(&x->beta_rows, i, 0)) check_fail("beta[%d] = %g", i, (double)x->beta[i]);
   }
   check_exp("decay_all", x->decay_all[0], sum[x->n - 1]);
@@ -856,6 +868,10 @@ static void check_chunk_state(struct kcase *c) {
   BENCH(c, c->ref->chunk_state(p.ref, 0, c->V), c->tier->chunk_state(p.tier, 0, c->V));
 }
 
+static int bf16_chunks(const struct kcase *c) {
+  return strcmp(c->tier->tier, "avx512bf16") == 0 || strcmp(c->tier->tier, "amx") == 0;
+}
+
 /* The state inside a chunk is the one that a chunk of those tokens leaves, and asking for it changes nothing else. */
 static void check_chunk_state_at(struct kcase *c) {
   struct chunk_data d = random_chunks(c);
@@ -865,12 +881,18 @@ static void check_chunk_state_at(struct kcase *c) {
   for (int n_at = 1; n_at < c->n; n_at = n_at * 3 + 2) {
     struct gdn_chunk *x = run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32);
     c->tier->chunk_state_at(x, n_at, 0, c->V, whole);
-    for (int col = 0; col < c->V; col += 32) c->tier->chunk_state_at(x, n_at, col, 32, panels + (int64_t)col * c->K);
+    for (int col = 0; col < c->V; col += 32) {
+      /* A bf16 tier's V' holds the columns of the last calls only. */
+      struct gdn_chunk *part = bf16_chunks(c) ? run_chunks(c, c->tier, &d, 32, OUT, GDN_ROWS_F32) : x;
+      if (bf16_chunks(c)) run_columns(c->tier, part, col, 32, OUT);
+      c->tier->chunk_state_at(part, n_at, col, 32, panels + (int64_t)col * c->K);
+    }
     check_same_bits("state inside the chunk in slices", whole, panels, (size_t)n_state * 4, 4);
     struct kcase part = *c;
     part.n = n_at;
     struct gdn_chunk *want = run_chunks(&part, c->ref, &d, c->V, STATE, GDN_ROWS_F32);
-    check_close_f32("state inside the chunk", whole, want->state, n_state, chunk_limit(c));
+    /* As bf16, V' of two chunks and a prefix of one. */
+    check_close_f32("state inside the chunk", whole, want->state, n_state, bf16_chunks(c) ? 4e-3 : chunk_limit(c));
     c->tier->chunk_state(x, 0, c->V);
     check_same_bits("state after it", x->state, undisturbed->state, (size_t)n_state * 4, 4);
   }
@@ -879,6 +901,179 @@ static void check_chunk_state_at(struct kcase *c) {
                      run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32)};
     BENCH(c, c->ref->chunk_state_at(p.ref, c->n - 1, 0, c->V, whole),
           c->tier->chunk_state_at(p.tier, c->n - 1, 0, c->V, whole));
+  }
+}
+
+/* ---- chunk form of tiers whose products have bf16 operands ---- */
+
+/* Their operands and what passes between their primitives are their own affair, so every primitive is checked through
+ * out and state of a chunk, by float64 from the state before it, with inputs that bring it out. */
+struct bf16_inputs {
+  const char *row;
+  int l2norm, with_gates, with_state, unit_v, with_v;
+  int whole_lines; /* out in whole cache lines, next rows known: what a full chunk takes a shorter way for */
+  int32_t out_dtype;
+};
+
+static const struct bf16_inputs bf16_inputs[] = {
+    {"chunk_qk", 0, 1, 1, 0, 1, 0, GDN_ROWS_F32},     {"chunk_gates", 1, 0, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_mask", 1, 1, 0, 1, 1, 0, GDN_ROWS_F32},   {"chunk_solve", 1, 0, 0, 1, 1, 0, GDN_ROWS_F32},
+    {"chunk_begin", 1, 1, 1, 0, 0, 0, GDN_ROWS_F32},  {"chunk_residual", 1, 1, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_delta", 1, 0, 1, 0, 1, 0, GDN_ROWS_F32},  {"chunk_out", 1, 1, 1, 0, 1, 0, GDN_ROWS_BF16},
+    {"chunk_state", 1, 1, 1, 0, 1, 1, GDN_ROWS_BF16},
+};
+
+/* Roundings to bf16 are of up to 2^-8 and independent: a sum of terms that were rounded is off by that of the root of
+ * the sum of their squares, and the sizes below are at least that root, of everything that goes into a number. Where
+ * one term is all there is, two factors were rounded. */
+#define BF16_LIMIT (2 * 0x1p-8)
+
+/* What float64 makes of a chunk, and the sizes of what is added up: out [n][V], of a token; state [V][K], of a column.
+ * */
+struct bf16_want {
+  double *out, *out_size, *state, *state_size;
+};
+
+static double norm_of(const double *x, int n) {
+  double sum = 0;
+  for (int i = 0; i < n; i++) sum += x[i] * x[i];
+  return sqrt(sum);
+}
+
+static void row_double(const struct gdn_chunk *x, const struct gdn_rows *rows, int i, double mult, double *row) {
+  for (int j = 0; j < x->dim_k; j++) row[j] = row_get(rows, i, j);
+  if (x->l2norm) {
+    double norm = norm_of(row, x->dim_k);
+    mult /= sqrt(norm * norm + (double)x->eps);
+  }
+  for (int j = 0; j < x->dim_k; j++) row[j] *= mult;
+}
+
+static struct bf16_want bf16_make_want(const struct gdn_chunk *x, const float *start) {
+  const int K = x->dim_k, V = x->dim_v;
+  struct bf16_want w = {check_alloc((size_t)(x->n * V) * 8), check_alloc((size_t)x->n * 8),
+                        check_alloc((size_t)(V * K) * 8), check_alloc((size_t)V * 8)};
+  double column[GDN_DIM_MAX], all = 0, decay_in = 1, q[GDN_DIM_MAX], k[GDN_CHUNK][GDN_DIM_MAX];
+  double local[GDN_CHUNK], size[GDN_CHUNK]; /* of token j: exp(G_i - G_j), and the size of its V' */
+  for (int v = 0; v < V; v++) {
+    for (int j = 0; j < K; j++) w.state[v * K + j] = start[panel_at(K, v, j)];
+    column[v] = norm_of(w.state + v * K, K);
+    w.state_size[v] = 0;
+  }
+  all = norm_of(column, V) / sqrt(K);
+  for (int i = 0; i < x->n; i++) {
+    double decay = x->g_rows.data != NULL ? exp((double)row_get(&x->g_rows, i, 0)) : 1;
+    double beta = x->beta_rows.data != NULL ? row_get(&x->beta_rows, i, 0) : 1, sum = 0;
+    row_double(x, &x->k_rows, i, 1, k[i]);
+    row_double(x, &x->q_rows, i, (double)x->scale, q);
+    double k_norm = norm_of(k[i], K), q_norm = norm_of(q, K);
+    decay_in *= decay;
+    for (int v = 0; v < V; v++) {
+      double *s = w.state + v * K, kept = 0, seen = 0;
+      for (int j = 0; j < K; j++) kept += (s[j] *= decay) * k[i][j];
+      double delta = beta * ((double)row_get(&x->v_rows, i, v) - kept);
+      for (int j = 0; j < K; j++) seen += (s[j] += delta * k[i][j]) * q[j];
+      w.out[i * V + v] = seen;
+      sum += delta * delta;
+      w.state_size[v] =
+          decay * w.state_size[v] + k_norm * (fabs(delta) + beta * decay_in * k_norm * column[v] / sqrt(K));
+    }
+    size[i] = sqrt(sum) + beta * decay_in * all * k_norm;
+    local[i] = 1;
+    w.out_size[i] = q_norm * decay_in * all;
+    for (int j = 0; j <= i; j++) {
+      double dot = 0;
+      if (j < i) local[j] *= decay;
+      for (int m = 0; m < K; m++) dot += q[m] * k[j][m];
+      w.out_size[i] += fabs(local[j] * dot) * size[j];
+    }
+  }
+  return w;
+}
+
+static struct chunk_data bf16_data(struct kcase *c, const struct bf16_inputs *in) {
+  struct chunk_data d = random_chunks(c);
+  int n = FIRST_LEN + c->n;
+  if (in->whole_lines) d.v = random_rows(&c->rng, n, c->V, 32, GDN_ROWS_BF16, -1, 1);
+  for (int i = 0; i < n && !in->l2norm; i++) {
+    for (int j = 0; j < c->K; j++) { /* norms about 1 */
+      row_put(&d.q, i, j, row_get(&d.q, i, j) * sqrtf(3.0f / (float)c->K));
+      row_put(&d.k, i, j, row_get(&d.k, i, j) * sqrtf(3.0f / (float)c->K));
+    }
+  }
+  for (int i = 0; i < n; i++) {
+    for (int j = 0; j < c->V; j++) {
+      if (in->unit_v) row_put(&d.v, i, j, i % GDN_CHUNK == j);
+      if (!in->with_v) row_put(&d.v, i, j, 0);
+    }
+  }
+  if (!in->with_gates) d.g.data = d.beta.data = NULL;
+  return d;
+}
+
+static struct gdn_rows maybe_rows(struct gdn_rows rows, int i) {
+  return rows.data != NULL ? rows_from(rows, i) : rows;
+}
+
+/* Two chunks, the first always of full length; width columns at a time. start gets the state between them. */
+static struct gdn_chunk *bf16_run(struct kcase *c, const struct bf16_inputs *in, const struct chunk_data *d, int width,
+                                  float *start) {
+  struct gdn_chunk *x = make_chunk(c, d, 1, in->out_dtype);
+  struct chunk_data ungated = *d;
+  ungated.g = ungated.beta = d->q; /* set_chunk needs rows */
+  x->l2norm = in->l2norm;
+  if (in->whole_lines) x->out_rows = poison_rows(FIRST_LEN + c->n, c->V, 32, in->out_dtype);
+  struct gdn_rows_out all = x->out_rows;
+  for (int chunk = 0; chunk < 2; chunk++) {
+    int from = chunk * FIRST_LEN;
+    set_chunk(x, in->with_gates ? d : &ungated, from, chunk ? c->n : FIRST_LEN);
+    x->g_rows = maybe_rows(d->g, from);
+    x->beta_rows = maybe_rows(d->beta, from);
+    x->next_n = chunk ? 0 : c->n;
+    x->next_q = rows_from(d->q, FIRST_LEN);
+    x->next_k = rows_from(d->k, FIRST_LEN);
+    x->next_v = rows_from(d->v, FIRST_LEN);
+    x->out_rows.data = (char *)all.data + from * all.stride_elems * elem_bytes(all.dtype);
+    if (chunk && !in->with_state) memset(x->state, 0, (size_t)c->K * (size_t)c->V * 4);
+    if (chunk) memcpy(start, x->state, (size_t)c->K * (size_t)c->V * 4);
+    run_stages(c->tier, x, width, chunk == 0 || !in->with_state, STATE);
+  }
+  check_gaps(&all, FIRST_LEN + c->n, c->V);
+  return x;
+}
+
+static void bf16_compare(const struct kcase *c, const struct bf16_inputs *in, const struct gdn_chunk *x,
+                         const struct bf16_want *w) {
+  struct gdn_rows out = {x->out_rows.data, x->out_rows.stride_elems, in->out_dtype};
+  double error[GDN_DIM_MAX];
+  for (int i = 0; i < c->n; i++) {
+    for (int v = 0; v < c->V; v++) error[v] = (double)row_get(&out, i, v) - w->out[i * c->V + v];
+    double own = in->out_dtype == GDN_ROWS_BF16 ? norm_of(w->out + i * c->V, c->V) : 0;
+    check_limit("out of a token over what it is made of", norm_of(error, c->V) / (w->out_size[i] + own + 1e-30),
+                BF16_LIMIT);
+  }
+  for (int v = 0; v < c->V; v++) {
+    for (int j = 0; j < c->K; j++) error[j] = (double)x->state[panel_at(c->K, v, j)] - w->state[v * c->K + j];
+    double own = norm_of(w->state + v * c->K, c->K) * 0x1p-15; /* f32 sums, decays as products of up to 64 */
+    check_limit("column of the state over what is added", (norm_of(error, c->K) - own) / (w->state_size[v] + 1e-30),
+                BF16_LIMIT);
+  }
+}
+
+static void check_bf16(struct kcase *c) {
+  const struct bf16_inputs *in = bf16_inputs;
+  while (strcmp(in->row, c->name) != 0) in++;
+  struct chunk_data d = bf16_data(c, in);
+  size_t state_bytes = (size_t)c->K * (size_t)c->V * 4;
+  float *start = check_alloc(state_bytes);
+  struct gdn_chunk *slices = bf16_run(c, in, &d, 32, start), *x = bf16_run(c, in, &d, c->V, start);
+  struct bf16_want w = bf16_make_want(x, start);
+  bf16_compare(c, in, x, &w);
+  check_same_bits("state in slices", x->state, slices->state, state_bytes, 4);
+  for (int i = 0; i < c->n; i++) {
+    int64_t at = i * x->out_rows.stride_elems * elem_bytes(in->out_dtype);
+    check_same_bits("out in slices", (char *)x->out_rows.data + at, (char *)slices->out_rows.data + at,
+                    (size_t)(c->V * elem_bytes(in->out_dtype)), (size_t)elem_bytes(in->out_dtype));
   }
 }
 
@@ -910,23 +1105,43 @@ static const struct {
 #undef CHECK_ROW
 };
 
-static const int test_lens[] = {1, 15, 16, 17, 63, 64};
+static const int test_lens[] = {1, 15, 16, 17, 33, 63, 64};
 static const int test_dims[][2] = {{32, 32},  {64, 64},  {96, 128}, {128, 96}, {128, 128},
                                    {160, 32}, {32, 160}, {256, 64}, {64, 256}, {256, 256}};
+/* Where vectors are emulated. */
+static const int quick_dims[][2] = {{32, 64}, {64, 32}, {128, 128}, {160, 96}};
 static const int bench_lens[] = {64};
 static const int bench_dims[][2] = {{64, 64}, {128, 128}};
 
+static const struct gdn_kernels *begun;
+
+/* A failed check leaves its thread begun. */
+static int kernel_teardown(void **state) {
+  if (begun != NULL) begun->thread_end(0);
+  begun = NULL;
+  return check_teardown(state);
+}
+
 static void run_check(size_t row, const struct gdn_kernels *ref, const struct gdn_kernels *tier) {
   const int *lens = bench_mode ? bench_lens : test_lens;
-  const int(*dims)[2] = bench_mode ? bench_dims : test_dims;
+  const int(*dims)[2] = bench_mode ? bench_dims : check_quick() ? quick_dims : test_dims;
   size_t n_lens = bench_mode ? 1 : sizeof test_lens / sizeof test_lens[0];
-  size_t n_dims = bench_mode ? 2 : sizeof test_dims / sizeof test_dims[0];
+  size_t n_dims = bench_mode ? 2 : check_quick() ? 4 : sizeof test_dims / sizeof test_dims[0];
   for (size_t i = 0; i < n_dims; i++) {
     for (size_t j = 0; j < n_lens; j++) {
       struct kcase c = {
           .ref = ref, .tier = tier, .n = lens[j], .K = dims[i][0], .V = dims[i][1], .name = checks[row].name};
       c.rng = check_case("%s/n%d_k%d_v%d/%s", c.name, c.n, c.K, c.V, tier->tier);
-      checks[row].fn(&c);
+      /* The check of begin and end calls them itself. */
+      int chunk = strncmp(c.name, "chunk_", 6) == 0;
+      if (chunk) begun = c.tier;
+      uint32_t saved = chunk ? c.tier->thread_begin() : 0;
+      if (chunk && bf16_chunks(&c) && strcmp(c.name, "chunk_state_at") != 0 && !bench_mode)
+        check_bf16(&c);
+      else
+        checks[row].fn(&c);
+      if (chunk) c.tier->thread_end(saved);
+      begun = NULL;
       check_free_all();
     }
   }
@@ -944,6 +1159,8 @@ static int tier_usable(int i, const struct gdn_cpu *cpu) {
     check_skip(gdn_tiers[i].name, gdn_cpu_missing(cpu, gdn_tiers[i].cpu_flags, text, sizeof text));
   } else if (capped) {
     check_skip(gdn_tiers[i].name, "capped by GDN_ISA");
+  } else if (!check_tier_wanted(gdn_tiers[i].name)) {
+    return 0;
   } else {
     return 1;
   }
@@ -994,6 +1211,7 @@ int main(int argc, char **argv) {
   bench_mode = argc > 1 && strcmp(argv[1], "--bench") == 0;
   setvbuf(stdout, NULL, _IOLBF, 0);
   gdn_cpu_detect(&cpu);
+  if (strstr(cpu.name, "emulated") != NULL) printf("emulated: every tier above ref\n");
   for (int i = 0; i < gdn_n_tiers && i < MAX_TIERS; i++) {
     if (!tier_usable(i, &cpu)) continue;
     for (size_t row = 0; row < N_CHECKS; row++) {
@@ -1001,7 +1219,7 @@ int main(int argc, char **argv) {
       t->row = row;
       t->tier = i;
       snprintf(t->name, sizeof t->name, "%s/%s", checks[row].name, gdn_tiers[i].name);
-      tests[n++] = (struct CMUnitTest){t->name, kernel_agrees, NULL, check_teardown, t};
+      tests[n++] = (struct CMUnitTest){t->name, kernel_agrees, NULL, kernel_teardown, t};
     }
   }
   tests[n++] = (struct CMUnitTest)cmocka_unit_test(kernels_tables_are_complete);

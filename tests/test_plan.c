@@ -70,8 +70,7 @@ static void check_cover(const struct gdn_plan *plan, const struct gdn_batch *b) 
       seen[((size_t)plan->order[i / b->n_heads_k] * (size_t)b->n_heads_k + (size_t)(i % b->n_heads_k)) * n_units + u]++;
   for (size_t i = 0; i < n_lanes * n_units; i++) {
     int want = gdn_batch_len(b, (int64_t)(i / n_units) / b->n_heads_k) > 0;
-    if (seen[i] != want)
-      check_fail("unit %zu is in %d tasks, expected %d", i, seen[i], want);
+    if (seen[i] != want) check_fail("unit %zu is in %d tasks, expected %d", i, seen[i], want);
   }
   free(seen);
 }
@@ -83,13 +82,13 @@ static void plan_random_lengths_covers_every_unit_once(void **state) {
     struct check_rng r = check_case("plan/%d", i);
     struct shape s;
     random_shape(&r, &s);
-    struct gdn_plan_options o = {.n_threads = uniform(&r, 1, 64), .grain = uniform(&r, 1, s.batch.dim_v / 32),
+    struct gdn_plan_options o = {.n_threads = uniform(&r, 1, 64),
+                                 .grain = uniform(&r, 1, s.batch.dim_v / 32),
                                  .prep_percent = uniform(&r, 0, 100),
                                  .schedule = uniform(&r, GDN_SCHEDULE_DEFAULT, GDN_SCHEDULE_WINDOWS)};
     assert_int_equal(gdn_plan_make(&plan, &s.batch, &o), 0);
     check_cover(&plan, &s.batch);
-    if (o.schedule == GDN_SCHEDULE_LANES)
-      assert_int_equal(plan.n_wide, 0);
+    if (o.schedule == GDN_SCHEDULE_LANES) assert_int_equal(plan.n_wide, 0);
   }
   gdn_plan_free(&plan);
 }
@@ -131,8 +130,7 @@ static void span_checkpoints_end_at_absolute_multiples(void **state) {
         assert_int_equal(span.token, token);
         assert_true(span.end > token);
         token = span.end;
-        if (span.checkpoint < 0)
-          continue;
+        if (span.checkpoint < 0) continue;
         assert_int_equal(span.checkpoint, point++);
         assert_int_equal((s.prefix_lens[seq] + token - s.cu_seqlens[seq]) % every, 0);
       }
@@ -153,8 +151,7 @@ static void chunks_end_at_absolute_multiples_of_64(void **state) {
       for (; token < stop; n++) {
         int64_t end = gdn_chunk_end(&s.batch, seq, token);
         assert_true(end > token && end <= stop && end - token <= GDN_CHUNK);
-        if (end < stop)
-          assert_int_equal((s.prefix_lens[seq] + end - s.cu_seqlens[seq]) % GDN_CHUNK, 0);
+        if (end < stop) assert_int_equal((s.prefix_lens[seq] + end - s.cu_seqlens[seq]) % GDN_CHUNK, 0);
         token = end;
       }
       assert_int_equal(gdn_seq_chunks(&s.batch, seq), n);

@@ -5,6 +5,8 @@
 
 #include <dirent.h>
 #include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <omp.h>
 #include <pthread.h>
 #include <sched.h>
@@ -12,12 +14,15 @@
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -25,6 +30,8 @@
 #include <xmmintrin.h>
 
 #include <cmocka.h>
+
+#include "gdn.h"
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 #define SANITIZED 1
@@ -95,7 +102,7 @@ static void cpu_detect_gives_name_and_no_reason_for_own_flags(void **state) {
   assert_true(strlen(cpu.name) > 0);
   assert_string_equal(gdn_cpu_missing(&cpu, cpu.flags, text, sizeof text), "");
   print_message("%s, flags %x, xcr0 %llx\n", cpu.name, (unsigned)cpu.flags, (unsigned long long)cpu.xcr0);
-  const uint32_t all = GDN_CPU_AVX2 | GDN_CPU_AVX512 | GDN_CPU_AVX512BF16;
+  const uint32_t all = GDN_CPU_AVX2 | GDN_CPU_AVX512 | GDN_CPU_AVX512BF16 | GDN_CPU_AMX;
   for (uint32_t flag = 1; flag <= all; flag *= 2) {
     gdn_cpu_missing(&cpu, flag, text, sizeof text);
     assert_int_equal(*text == '\0', (cpu.flags & flag) != 0);
@@ -122,6 +129,69 @@ static void cpu_missing_names_the_lowest_reason(void **state) {
   cpu.features = 0x1f; /* the rows of AVX2, and avx512f */
   gdn_cpu_missing(&cpu, GDN_CPU_AVX512, text, sizeof text);
   assert_string_equal(text, "processor lacks avx512bw");
+}
+
+static void cpu_missing_says_why_there_are_no_tiles(void **state) {
+  (void)state;
+  struct gdn_cpu cpu = {.features = ~0u, .xcr0 = ~0ull};
+  char text[96];
+  assert_string_equal(gdn_cpu_missing(&cpu, GDN_CPU_AMX, text, sizeof text), "");
+  cpu.tile_errno = EPERM;
+  gdn_cpu_missing(&cpu, GDN_CPU_AMX, text, sizeof text);
+  assert_string_equal(text, "kernel refused permission for tile data");
+  assert_string_equal(gdn_cpu_missing(&cpu, GDN_CPU_AVX512BF16, text, sizeof text), "");
+  cpu.tile_errno = ENODEV;
+  gdn_cpu_missing(&cpu, GDN_CPU_AMX, text, sizeof text);
+  assert_string_equal(text, "processor has tiles of another size");
+  cpu.xcr0 = 0xe7;
+  gdn_cpu_missing(&cpu, GDN_CPU_AMX, text, sizeof text);
+  assert_string_equal(text, "operating system does not save tile registers");
+}
+
+/* From here on the kernel answers every request for permission with EPERM. */
+static int refuse_permission(void) {
+  struct sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_arch_prctl, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  struct sock_fprog filter = {sizeof code / sizeof code[0], code};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter);
+}
+
+enum { REFUSED_OK, REFUSED_SKIP, REFUSED_WRONG };
+
+/* In a process of its own: the filter stays. */
+static int run_refused(uint32_t flags_before) {
+  gdn_ctx_args args = {.struct_size = sizeof args, .n_threads = 1};
+  gdn_info info = {.struct_size = sizeof info};
+  gdn_ctx *ctx = NULL;
+  if (refuse_permission()) return REFUSED_SKIP;
+  if (gdn_ctx_create(&args, &ctx) || gdn_ctx_info(ctx, &info)) return REFUSED_WRONG;
+  const gdn_tier_info *top = &info.tiers[info.n_tiers - 1];
+  int right = !top->available && strcmp(info.isa, "amx") != 0;
+  if (flags_before & GDN_CPU_AMX)
+    right = right && !strcmp(info.isa, "avx512bf16") && !strcmp(top->reason, "kernel refused permission for tile data");
+  gdn_ctx_destroy(ctx);
+  return right ? REFUSED_OK : REFUSED_WRONG;
+}
+
+static void cpu_without_permission_takes_the_next_tier(void **state) {
+  (void)state;
+  struct gdn_cpu cpu;
+  int status;
+  gdn_cpu_detect(&cpu);
+  if (getenv("GDN_ISA") != NULL) skip();
+  pid_t child = fork();
+  assert_true(child >= 0);
+  if (child == 0) _exit(run_refused(cpu.flags));
+  assert_int_equal(waitpid(child, &status, 0), child);
+  assert_true(WIFEXITED(status));
+  if (WEXITSTATUS(status) == REFUSED_SKIP) skip();
+  assert_int_equal(WEXITSTATUS(status), REFUSED_OK);
 }
 
 /* ---- topo ---- */
@@ -773,6 +843,8 @@ int main(int argc, char **argv) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(cpu_detect_gives_name_and_no_reason_for_own_flags),
       cmocka_unit_test(cpu_missing_names_the_lowest_reason),
+      cmocka_unit_test(cpu_missing_says_why_there_are_no_tiles),
+      cmocka_unit_test(cpu_without_permission_takes_the_next_tier),
       cmocka_unit_test(topo_lists_allowed_cores_and_leaves_no_trace),
       cmocka_unit_test(topo_with_one_allowed_cpu_lists_that_one),
       cmocka_unit_test(topo_of_a_list_holds_each_cpu_once),

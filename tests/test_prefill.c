@@ -3,12 +3,15 @@
  * reaches, against the golden cases, and against itself where bits must agree. */
 #include <malloc.h>
 #include <math.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 #include <cmocka.h>
 
@@ -31,8 +34,9 @@ static const struct {
  * hand on. 1e-6 is 17 units of 2^-24; measured errors are 1 to 8. */
 #define LIMIT_F32 1e-6
 
-/* Products of bf16 operands add five roundings of up to 2^-9, 1.1e-3 on average, to what a chunk gives out and hands
- * on: states, keys' products, T, residuals, V'. They are independent, and an older chunk's decay with the state. */
+/* Operands rounded to bf16 are off by up to 2^-8, 1.6e-3 in the mean, independently: state, residual, T, V', A. Out is
+ * a sum over state and V', whose parts are rounded twice at most: 3.2e-3 at worst over many terms, and a quarter. What
+ * a chunk hands on decays with the state. */
 #define LIMIT_BF16 4e-3
 
 /* Calls every tier in both forms on b and compares. */
@@ -177,7 +181,7 @@ static void fill_zero_beta(struct batch *b, struct check_rng *r) {
 static const int32_t mixed_lens[] = {65, 0, 1, 63, 64, 17, 130, 2, 48};
 static const int32_t short_lens[] = {12, 9, 16, 1};
 
-/* Limits: LIMIT_F32 where nothing amplifies. Elsewhere the reason stands in the row. */
+/* Limits: LIMIT_F32 and LIMIT_BF16 where nothing amplifies. Elsewhere the reason stands in the row. */
 static const struct family {
   const char *name;
   void (*fill)(struct batch *b, struct check_rng *r);
@@ -187,11 +191,13 @@ static const struct family {
 } families[] = {
     {"random", fill_random, GDN_L2NORM_QK, 0, LIMIT_F32, LIMIT_BF16},
     /* Keys that nearly repeat: d is the difference of nearly equal numbers, and stays while g = 0 and beta = 1. */
-    {"correlated_keys", fill_correlated, GDN_L2NORM_QK, 0, 2e-6, LIMIT_BF16},
-    {"identical_keys", fill_identical, GDN_L2NORM_QK, 0, 2e-6, LIMIT_BF16},
+    /* In bf16, residuals and V' are rounded before they cancel: what 64 tokens leave is sqrt(64) times 1.6e-3 of each,
+     * together 1.8e-2 of numbers that are larger than the state by the cancellation: 2.5 times that. */
+    {"correlated_keys", fill_correlated, GDN_L2NORM_QK, 0, 2e-6, 4.5e-2},
+    {"identical_keys", fill_identical, GDN_L2NORM_QK, 0, 2e-6, 4.5e-2},
     {"raw_keys_stable", fill_raw_stable, 0, 0, LIMIT_F32, LIMIT_BF16},
     /* beta |k|^2 is 4 to 9: a token multiplies error and state along its key by 3 to 8; their ratio stays. */
-    {"raw_keys_unstable", fill_raw_unstable, 0, 1, 2e-6, LIMIT_BF16},
+    {"raw_keys_unstable", fill_raw_unstable, 0, 1, 2e-6, 8e-3},
     {"no_decay", fill_no_decay, GDN_L2NORM_QK, 0, LIMIT_F32, LIMIT_BF16},
     {"strong_decay", fill_strong_decay, GDN_L2NORM_QK, 0, LIMIT_F32, LIMIT_BF16},
     {"one_token_at_-90", fill_one_strong, GDN_L2NORM_QK, 0, LIMIT_F32, LIMIT_BF16},
@@ -270,7 +276,7 @@ static void prefill_lengths_around_chunks_agree_with_float64(void **state) {
   }
 }
 
-#define MANY 70000
+#define MANY (check_quick() ? 2000 : 70000)
 
 static void prefill_70000_sequences_of_one_token_agree_with_float64(void **state) {
   (void)state;
@@ -304,9 +310,10 @@ static void prefill_70000_sequences_of_one_token_agree_with_float64(void **state
         oracle_prefill(a, want, want_states);
         a->final_state = kept;
       }
-      check_close_bf16("out", a->out.data, want, (int64_t)MANY * 32, LIMIT_F32);
+      const double limit = check_form_limit(&tiers[i], forms[f].form, LIMIT_F32, LIMIT_BF16);
+      check_close_bf16("out", a->out.data, want, (int64_t)MANY * 32, limit);
       for (int seq = 999; seq < MANY; seq += 1000) {
-        check_close("state", pool + rows_out[seq] * block, want_states + seq * block, block, LIMIT_F32);
+        check_close("state", pool + rows_out[seq] * block, want_states + seq * block, block, limit);
       }
       check_poison(pool + 50 * block, (size_t)((n_rows - 50) * block) * sizeof *pool);
     }
@@ -320,7 +327,7 @@ static void prefill_70000_sequences_of_one_token_agree_with_float64(void **state
 
 static void prefill_one_sequence_of_70000_tokens_agrees_with_float64(void **state) {
   (void)state;
-  static const int32_t lens[] = {MANY};
+  const int32_t lens[] = {MANY};
   struct batch_shape shape = {1, 1, 32, 32, 1, lens};
   struct check_rng r = check_case("70000_tokens");
   struct batch *b = batch_make(&shape, &r);
@@ -406,16 +413,77 @@ static void prefill_any_thread_count_gives_the_same_bits(void **state) {
         gdn_ctx *ctx = check_ctx(&tiers[i], counts[c]);
         for (int f = 0; f < N_FORMS; f++) {
           check_case("threads/shape_%d/%d/%s/%s", s, counts[c], forms[f].name, tiers[i].name);
-          batch_prefill(ctx, b, forms[f].form);
-          struct batch_result x = batch_take(b);
-          if (c == 0) first[f] = x;
-          same_batch("against one thread", b, &first[f], &x);
+          for (int32_t schedule = GDN_SCHEDULE_DEFAULT; schedule <= GDN_SCHEDULE_WINDOWS; schedule++) {
+            b->args.schedule = schedule;
+            batch_prefill(ctx, b, forms[f].form);
+            struct batch_result x = batch_take(b);
+            if (c == 0 && schedule == 0) first[f] = x;
+            same_batch("against one thread, schedule 0", b, &first[f], &x);
+          }
         }
         gdn_ctx_destroy(ctx);
       }
     }
     check_free_all();
   }
+}
+
+/* Threads that run and rest at random, more than there are cores, so that workers stop anywhere. */
+#define N_DISTURBERS 3
+static atomic_int disturbing;
+
+static void *disturb(void *seed) {
+  struct check_rng r = {*(const uint64_t *)seed};
+  while (atomic_load(&disturbing)) {
+    for (uint64_t n = check_random_u64(&r) % 20000; n > 0; n--) __asm__ volatile("");
+    const struct timespec rest = {0, (long)(check_random_u64(&r) % 100000)};
+    if (check_random_u64(&r) % 4 == 0) nanosleep(&rest, NULL);
+  }
+  return NULL;
+}
+
+static void repeat_disturbed(gdn_ctx *ctx, struct batch *b, int n) {
+  pthread_t threads[N_DISTURBERS];
+  uint64_t seeds[N_DISTURBERS];
+  static const int32_t schedules[] = {GDN_SCHEDULE_LANES, GDN_SCHEDULE_WINDOWS};
+  batch_prefill(ctx, b, GDN_FORM_CHUNK);
+  struct batch_result first = batch_take(b);
+  atomic_store(&disturbing, 1);
+  for (int i = 0; i < N_DISTURBERS; i++) {
+    seeds[i] = (uint64_t)i;
+    if (pthread_create(&threads[i], NULL, disturb, &seeds[i]) != 0) check_fail("no thread");
+  }
+  int same = 1;
+  size_t out_bytes = (size_t)b->out_elems * 2, states_bytes = (size_t)b->states_elems * 4;
+  char *want_out = check_alloc(out_bytes), *want_states = check_alloc(states_bytes);
+  memcpy(want_out, b->args.out.data, out_bytes);
+  memcpy(want_states, b->states, states_bytes);
+  for (int i = 0; i < n && same; i++) {
+    b->args.schedule = schedules[i % 2];
+    batch_prefill(ctx, b, GDN_FORM_CHUNK);
+    same = memcmp(want_out, b->args.out.data, out_bytes) == 0 && memcmp(want_states, b->states, states_bytes) == 0;
+  }
+  atomic_store(&disturbing, 0);
+  for (int i = 0; i < N_DISTURBERS; i++) pthread_join(threads[i], NULL);
+  struct batch_result last = batch_take(b);
+  same_batch("a disturbed call", b, &first, &last);
+  b->args.schedule = GDN_SCHEDULE_DEFAULT;
+}
+
+static void prefill_500_disturbed_repeats_give_the_same_bits(void **state) {
+  (void)state;
+  static const int32_t lens[] = {700, 65};
+  struct batch_shape shape = {1, 2, 64, 96, COUNT(lens), lens};
+  struct check_rng r = check_case("disturbed");
+  struct batch *b = batch_make(&shape, &r);
+  batch_place(b, BATCH_FUSED, BATCH_POOL, GDN_F32, 1, &r);
+  for (int i = 0; i < n_tiers; i++) {
+    check_case("disturbed/%s", tiers[i].name);
+    gdn_ctx *ctx = check_ctx(&tiers[i], 3);
+    repeat_disturbed(ctx, b, i + 1 < n_tiers || check_quick() ? 50 : 500);
+    gdn_ctx_destroy(ctx);
+  }
+  check_free_all();
 }
 
 /* The arguments for tokens [from, to) of sequence seq alone, with states of its own. */
@@ -857,6 +925,7 @@ int main(void) {
       TEST(prefill_empty_batch_writes_nothing),
       TEST(prefill_pool_beyond_4_gib_uses_the_right_rows),
       TEST(prefill_any_thread_count_gives_the_same_bits),
+      TEST(prefill_500_disturbed_repeats_give_the_same_bits),
       TEST(prefill_alone_or_packed_gives_the_same_bits),
       TEST(prefill_split_over_calls_gives_the_same_bits),
       TEST(prefill_split_after_a_prefix_gives_the_same_bits),

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * A server that forks a child for every request, and one that starts itself anew, both with a context alive in the parent
- * all the time. argv[1]: "request" in the program that was started anew. */
+ * A server that forks a child for every request, and one that starts itself anew, both with a context alive in the
+ * parent all the time. argv[1]: "request" in the program that was started anew. */
 #define _POSIX_C_SOURCE 200809L
 #include <gdn.h>
 

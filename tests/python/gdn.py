@@ -24,7 +24,8 @@ PLACE_CPU_LIST, PLACE_NUMA_NODE = 1, 2
 
 class CtxArgs(Structure):
     _fields_ = [("struct_size", c_size_t), ("n_threads", c_int32), ("isa", c_int32), ("pin", c_int32),
-                ("place", c_int32), ("cpu_list", c_char_p), ("numa_node", c_int32), ("reserved", c_int32)]
+                ("place", c_int32), ("cpu_list", c_char_p), ("numa_node", c_int32), ("reserved", c_int32),
+                ("scratch_limit_bytes", ctypes.c_uint64)]
 
 
 class Info(Structure):
@@ -41,7 +42,12 @@ class Tensor(Structure):
 
 class States(Structure):
     _fields_ = [("data", c_void_p), ("n_rows", c_int64), ("row_stride_elems", c_int64), ("rows", c_void_p),
-                ("rows_dtype", c_int32), ("dtype", c_int32)]
+                ("rows_dtype", c_int32), ("dtype", c_int32), ("layout", c_int32), ("reserved", c_int32)]
+
+
+class RawGates(Structure):
+    _fields_ = [("a", Tensor), ("b", Tensor), ("a_log", c_void_p), ("dt_bias", c_void_p), ("a_log_dtype", c_int32),
+                ("dt_bias_dtype", c_int32), ("softplus_threshold", c_float), ("reserved", c_int32)]
 
 
 SHAPE = [("n_heads_k", c_int32), ("n_heads_v", c_int32), ("dim_k", c_int32), ("dim_v", c_int32), ("scale", c_float),
@@ -52,15 +58,18 @@ ARRAYS = [(name, Tensor) for name in ("q", "k", "v", "g", "beta", "out")]
 class PrefillArgs(Structure):
     _fields_ = ([("struct_size", c_size_t), ("flags", c_uint32), ("form", c_int32), ("n_seqs", c_int64),
                  ("n_tokens", c_int64)] + SHAPE +
-                [("cu_seqlens", c_void_p), ("cu_seqlens_dtype", c_int32), ("reserved", c_int32)] + ARRAYS +
+                [("cu_seqlens", c_void_p), ("cu_seqlens_dtype", c_int32), ("schedule", c_int32)] + ARRAYS +
                 [("initial_state", States), ("final_state", States), ("prefix_lens", c_void_p),
                  ("prefix_lens_dtype", c_int32), ("checkpoint_cu_starts_dtype", c_int32),
-                 ("checkpoint_every_n_tokens", c_int64), ("checkpoint_cu_starts", c_void_p), ("checkpoints", States)])
+                 ("checkpoint_every_n_tokens", c_int64), ("checkpoint_cu_starts", c_void_p), ("checkpoints", States),
+                 ("n_heads_q", c_int32), ("reserved_2", c_int32), ("raw_gates", RawGates)])
 
 
 class DecodeArgs(Structure):
-    _fields_ = ([("struct_size", c_size_t), ("flags", c_uint32), ("reserved", c_int32), ("n_seqs", c_int64)] + SHAPE +
-                ARRAYS + [("initial_state", States), ("final_state", States)])
+    _fields_ = ([("struct_size", c_size_t), ("flags", c_uint32), ("n_tokens", c_int32), ("n_seqs", c_int64)] + SHAPE +
+                ARRAYS + [("initial_state", States), ("final_state", States), ("token_counts", c_void_p),
+                          ("token_counts_dtype", c_int32), ("n_heads_q", c_int32), ("token_states", States),
+                          ("raw_gates", RawGates)])
 
 
 class PageTable(Structure):
@@ -90,7 +99,8 @@ class Interface(Structure):
                 ("decode", _function(c_int32, c_void_p, POINTER(DecodeArgs))), ("paged_slots_bytes", c_void_p),
                 ("paged_slots", c_void_p),
                 ("prefill_paged", _function(c_int32, c_void_p, POINTER(PrefillArgs), POINTER(PagedArgs))),
-                ("decode_paged", _function(c_int32, c_void_p, POINTER(DecodeArgs), POINTER(PagedArgs)))]
+                ("decode_paged", _function(c_int32, c_void_p, POINTER(DecodeArgs), POINTER(PagedArgs))),
+                ("gating", c_void_p)]
 
 
 # ---- arrays ----
