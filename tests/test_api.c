@@ -375,6 +375,7 @@ static void values_positive_gates_and_negative_scales_are_accepted(void **state)
   for (int i = 0; i < N_TOKENS * HV; i++) b->g[i] = 0.25f;
   batch_place(b, BATCH_DENSE, BATCH_POOL, GDN_F32, 1, &r);
   b->args.scale = -0.5f;
+  b->args.form = GDN_FORM_RECURRENT; /* f32 in every tier */
   batch_oracle(b);
   check_ok("gdn_prefill", gdn_prefill(ctx, &b->args));
   batch_check(b, 1e-6);
@@ -547,7 +548,7 @@ static void expect_tier(const char *env, int32_t isa, int cap) {
 
 static void context_tier_is_capped_by_argument_and_environment(void **state) {
   (void)state;
-  static const char *const names[] = {"ref", "avx2", "avx512"};
+  static const char *const names[] = {"ref", "avx2", "avx512", "avx512bf16", "amx"};
   for (int env = 0; env <= COUNT(names); env++) {
     for (int isa = 0; isa <= COUNT(names); isa++) {
       int cap_env = env == COUNT(names) ? COUNT(names) : env, cap_isa = isa == 0 ? COUNT(names) : isa - 1;
