@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The vector and tile operations that the kernels use, in C for any x86-64: found before the compiler's own header, so
  * that kernel sources build and run unchanged where the processor has none of it. Results are those of the manual, to
- * the bit but for what is said at _mm512_dpbf16_ps. What a processor would fault on, or a caller forgets, aborts with a message; see state.c.
- * A kernel that needs a further operation: one more line in its section here. */
+ * the bit but for what is said at _mm512_dpbf16_ps. What a processor would fault on, or a caller forgets, aborts with a
+ * message; see state.c. A kernel that needs a further operation: one more function in its section here. */
 #ifndef GDN_TESTS_EMULATE_IMMINTRIN_H
 #define GDN_TESTS_EMULATE_IMMINTRIN_H
 
