@@ -402,7 +402,7 @@ typedef struct gdn_page_table {
   size_t struct_size;
   int64_t n_seqs;
   int64_t n_pages;           /* rows of the pool; page ids are 0 .. n_pages - 1, there is no padding id */
-  int64_t page_size;         /* tokens of a page: a positive multiple of 64 */
+  int64_t page_size;         /* tokens of a page: a positive multiple of 64, below 2^31 */
   int64_t n_page_indices;    /* length of page_indices */
   const void *page_indices;  /* [n_page_indices] */
   const void *page_indptr;   /* [n_seqs + 1] */

@@ -35,10 +35,10 @@ gdn_status gdn_check_table(const gdn_page_table *table, struct gdn_pages *p) {
   gdn_status status = gdn_check_table_size(table, p);
   if (status) return status;
   if (p->n_pages < 0 || p->n_pages > INT64_MAX / 4)
-    return gdn_fail(GDN_E_SIZE, "table.n_pages = %" PRId64 ": expected 0 or more", p->n_pages);
+    return gdn_fail(GDN_E_SIZE, "table.n_pages = %" PRId64 ": expected 0 .. %" PRId64, p->n_pages, INT64_MAX / 4);
   if (p->page_size < GDN_CHUNK || p->page_size % GDN_CHUNK || p->page_size > MAX_COUNT)
-    return gdn_fail(GDN_E_SIZE, "table.page_size = %" PRId64 ": expected a positive multiple of %d", p->page_size,
-                    GDN_CHUNK);
+    return gdn_fail(GDN_E_SIZE, "table.page_size = %" PRId64 ": expected a multiple of %d in %d .. %d", p->page_size,
+                    GDN_CHUNK, GDN_CHUNK, MAX_COUNT);
   if (!p->indptr.data) return gdn_fail(GDN_E_NULL, "table.page_indptr is null");
   if (!p->indices.data && p->n_indices) return gdn_fail(GDN_E_NULL, "table.page_indices is null");
   if (!p->last_len.data && p->n_seqs) return gdn_fail(GDN_E_NULL, "table.last_page_len is null");

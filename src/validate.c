@@ -17,8 +17,8 @@ gdn_status gdn_check_struct(const void *src, const char *what, size_t min_bytes,
   size_t bytes;
   memcpy(&bytes, src, sizeof bytes);
   if (bytes < min_bytes || bytes > 1u << 16)
-    return gdn_fail(GDN_E_STRUCT_SIZE, "%s.struct_size = %zu: expected at least %zu (sizeof the struct)", what, bytes,
-                    min_bytes);
+    return gdn_fail(GDN_E_STRUCT_SIZE, "%s.struct_size = %zu: expected %zu (sizeof the struct) .. %u", what, bytes,
+                    min_bytes, 1u << 16);
   for (size_t i = dst_bytes; i < bytes; i++)
     if (((const unsigned char *)src)[i])
       return gdn_fail(GDN_E_STRUCT_SIZE,
@@ -503,8 +503,8 @@ static gdn_status check_prefix_lens(const gdn_prefill_args *a, struct gdn_batch 
   gdn_status status = check_ints("prefix_lens", a->prefix_lens, a->prefix_lens_dtype, &b->prefix_lens);
   for (int64_t i = 0; !status && b->prefix_lens.data && i < b->n_seqs; i++)
     if (gdn_int(&b->prefix_lens, i) < 0 || gdn_int(&b->prefix_lens, i) > INT64_MAX / 4)
-      status = gdn_fail(GDN_E_LENGTHS, "prefix_lens[%" PRId64 "] = %" PRId64 ": expected 0 or more", i,
-                        gdn_int(&b->prefix_lens, i));
+      status = gdn_fail(GDN_E_LENGTHS, "prefix_lens[%" PRId64 "] = %" PRId64 ": expected 0 .. %" PRId64, i,
+                        gdn_int(&b->prefix_lens, i), INT64_MAX / 4);
   return status;
 }
 
