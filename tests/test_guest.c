@@ -691,7 +691,7 @@ static int run_as(const char *role) {
 }
 
 int main(int argc, char **argv) {
-  if (access("/proc/self/exe", X_OK) != 0) return 77; /* nothing to look at, nothing to run */
+  if (access("/proc/self/exe", X_OK) != 0) return 77;                       /* nothing to look at, nothing to run */
   if (argc == 1 && access("/sys/devices/system/cpu", X_OK) != 0) return 77; /* no topology to place workers by */
   if (argc > 1 && !strcmp(argv[1], "environment")) return main_watching_environment(environ);
   if (setup()) return 97;
