@@ -87,7 +87,7 @@ function(check_text)
     endforeach()
     set(most 800)
     if(file MATCHES "^tests/test_") # one unit, one file: its cases are many and each stands alone
-      set(most 1300)
+      set(most 1000)
     endif()
     if(number GREATER most)
       complain("${file}: ${number} lines")

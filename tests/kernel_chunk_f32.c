@@ -1,0 +1,257 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * The chunk form's primitives in f32, each against its definition or against ref. */
+#include <math.h>
+#include <string.h>
+
+#include "kernel_chunk.h"
+
+/* Elements of the 16-blocks on and below the diagonal of [64][64], packed. */
+static int64_t lower_blocks(const float *m, int n16, float *packed) {
+  int64_t at = 0;
+  for (int i = 0; i < n16; i++) {
+    for (int j = 0; j < (i / GDN_BLOCK + 1) * GDN_BLOCK; j++) packed[at++] = m[i * GDN_CHUNK + j];
+  }
+  return at;
+}
+
+/* Elements of size at most magnitude, sums that may cancel: their errors go with the magnitude. */
+static void check_lower(const char *what, const float *got, const float *want, int n16, double magnitude,
+                        double limit) {
+  float x[GDN_CHUNK * GDN_CHUNK], y[GDN_CHUNK * GDN_CHUNK];
+  int64_t n = lower_blocks(got, n16, x);
+  lower_blocks(want, n16, y);
+  for (int64_t i = 0; i < n; i++) check_limit(what, fabs((double)x[i] - (double)y[i]) / magnitude, limit);
+}
+
+/* f32 sums over K and over up to 64 tokens in two orders. */
+static double chunk_limit(const struct kcase *c) {
+  return 0x1p-24 * (24 + c->K / 4);
+}
+
+/* Two chunks twice, by ref and by the tier; in slices of 32 and of all columns the tier's bits must be the same. */
+struct pair {
+  struct gdn_chunk *ref, *tier;
+};
+
+static struct pair run_pair(struct kcase *c, enum stage last, int32_t out_dtype) {
+  struct chunk_data d = random_chunks(c);
+  struct pair p = {run_chunks(c, c->ref, &d, c->V, last, out_dtype), run_chunks(c, c->tier, &d, c->V, last, out_dtype)};
+  if (last < RESIDUAL) return p;
+  struct gdn_chunk *slices = run_chunks(c, c->tier, &d, 32, last, out_dtype);
+  size_t row_bytes = (size_t)c->V * 4;
+  if (last == RESIDUAL) check_same_bits("inter in slices", p.tier->inter, slices->inter, (size_t)c->n * row_bytes, 4);
+  if (last >= DELTA)
+    check_same_bits("delta in slices", p.tier->delta_f32, slices->delta_f32, (size_t)c->n * row_bytes, 4);
+  for (int i = 0; last >= OUT && i < c->n; i++) {
+    int64_t at = i * slices->out_rows.stride_elems * elem_bytes(out_dtype);
+    check_same_bits("out in slices", (char *)p.tier->out_rows.data + at, (char *)slices->out_rows.data + at,
+                    (size_t)(c->V * elem_bytes(out_dtype)), (size_t)elem_bytes(out_dtype));
+  }
+  if (last >= STATE) check_same_bits("state in slices", p.tier->state, slices->state, (size_t)c->K * row_bytes, 4);
+  return p;
+}
+
+void check_chunk_qk(struct kcase *c) {
+  struct pair p = run_pair(c, QK, GDN_ROWS_F32);
+  check_lower("kk", p.tier->kk, p.ref->kk, p.tier->n16, 1, chunk_limit(c));
+  check_lower("qk", p.tier->qk, p.ref->qk, p.tier->n16, p.tier->scale, chunk_limit(c));
+  const struct gdn_chunk *x = p.tier;
+  for (int i = 0; i < x->n; i++) {
+    for (int j = 0; j <= i; j++) {
+      double kk = 0, ni = 0, nj = 0;
+      for (int m = 0; m < c->K; m++) {
+        double a = row_get(&x->k_rows, i, m), b = row_get(&x->k_rows, j, m);
+        kk += a * b;
+        ni += a * a;
+        nj += b * b;
+      }
+      kk /= sqrt((ni + 1e-6) * (nj + 1e-6));
+      check_limit("k . k of normalised keys", fabs((double)x->kk[i * GDN_CHUNK + j] - kk), chunk_limit(c));
+    }
+  }
+  BENCH(c, c->ref->chunk_qk(p.ref), c->tier->chunk_qk(p.tier));
+}
+
+/* G_i from the gates in float64, each raised to -110 as the contract says. */
+static void gate_sums(const struct gdn_chunk *x, double sum[GDN_CHUNK]) {
+  double s = 0;
+  for (int i = 0; i < x->n; i++) {
+    double g = row_get(&x->g_rows, i, 0);
+    s += g < -110 ? -110 : g;
+    sum[i] = s;
+  }
+}
+
+void check_chunk_gates(struct kcase *c) {
+  const struct gdn_chunk *x = run_pair(c, GATES, GDN_ROWS_F32).tier;
+  double sum[GDN_CHUNK];
+  gate_sums(x, sum);
+  for (int i = 0; i < GDN_CHUNK; i++) {
+    if (i >= x->n) {
+      if (x->decay_out[i] != 0 || x->beta[i] != 0) check_fail("decay_out or beta at %d is not 0", i);
+      continue;
+    }
+    /* Two floats hold 48 bits; an addition that keeps its rounding error loses next to nothing. */
+    double gate = (double)x->gate_hi[i] + (double)x->gate_lo[i];
+    check_limit("sum of gates", fabs(gate - sum[i]) / (1 + fabs(sum[i])), 0x1p-40);
+    check_exp("decay_in", x->decay_in[i], sum[i]);
+    double after = sum[x->n - 1] - sum[i]; /* rounded to f32 before exp takes it */
+    check_exp_near("decay_out", x->decay_out[i], after, (4 + fabs(after)) * 0x1p-24);
+    if (x->beta[i] != row_get(&x->beta_rows, i, 0)) check_fail("beta[%d] = %g", i, (double)x->beta[i]);
+  }
+  check_exp("decay_all", x->decay_all[0], sum[x->n - 1]);
+
+  struct gdn_chunk absent = *x;
+  absent.g_rows.data = absent.beta_rows.data = NULL;
+  c->tier->chunk_gates(&absent);
+  for (int i = 0; i < x->n; i++) {
+    if (x->decay_in[i] != 1 || x->decay_out[i] != 1 || x->beta[i] != 1) check_fail("absent gates at %d", i);
+  }
+  BENCH(c, c->ref->chunk_gates(x), c->tier->chunk_gates(x));
+}
+
+void check_chunk_mask(struct kcase *c) {
+  struct pair p = run_pair(c, MASK, GDN_ROWS_F32);
+  const struct gdn_chunk *x = p.tier;
+  check_lower("l", x->l, p.ref->l, x->n16, 1, chunk_limit(c));
+  for (int i = 0; i < x->n16; i++) {
+    double sum = 0;
+    for (int j = (i / GDN_BLOCK + 1) * GDN_BLOCK - 1; j >= 0; j--) {
+      double want = 0;
+      if (i < x->n && j < i) {
+        double g = row_get(&x->g_rows, j + 1, 0);
+        sum += g < -110 ? -110 : g;
+        want = (double)x->beta[i] * exp(sum) * (double)x->kk[i * GDN_CHUNK + j];
+      }
+      check_limit("l element", fabs((double)x->l[i * GDN_CHUNK + j] - want), 8 * 0x1p-24);
+    }
+  }
+  BENCH(c, c->ref->chunk_mask(p.ref), c->tier->chunk_mask(p.tier));
+}
+
+/* With the zero state and unit rows of v, delta is T diag(beta): (I + L) delta must be diag(beta), delta triangular. */
+void check_chunk_solve(struct kcase *c) {
+  struct chunk_data d = random_chunks(c);
+  struct gdn_chunk *x = make_chunk(c, &d, c->tier != c->ref, GDN_ROWS_F32);
+  memset(x->state, 0, (size_t)c->K * (size_t)c->V * 4);
+  for (int i = 0; i < c->n; i++) {
+    for (int j = 0; j < c->V; j++) row_put(&d.v, FIRST_LEN + i, j, i == j);
+  }
+  set_chunk(x, &d, FIRST_LEN, c->n);
+  run_stages(c->tier, x, c->V, 1, DELTA);
+  int n_cols = c->V < c->n ? c->V : c->n;
+  for (int i = 0; i < c->n; i++) {
+    for (int j = 0; j < n_cols; j++) {
+      double sum = x->delta_f32[i * c->V + j], size = fabs(sum);
+      if (j > i && sum != 0) check_fail("T is not lower triangular at %d, %d", i, j);
+      for (int m = 0; m < i; m++) {
+        double term = (double)x->l[i * GDN_CHUNK + m] * (double)x->delta_f32[m * c->V + j];
+        sum += term;
+        size += fabs(term);
+      }
+      /* A backward stable solve leaves a residual of a few 2^-24 of the terms that it sums. */
+      check_limit("(I + L) T = I", fabs(sum - (i == j ? (double)x->beta[i] : 0)), 16 * 0x1p-24 * (size + 0.01));
+    }
+  }
+  BENCH(c, c->ref->chunk_solve(x), c->tier->chunk_solve(x));
+}
+
+/* What begin makes shows in the product of q with the state. */
+void check_chunk_begin(struct kcase *c) {
+  struct chunk_data d = random_chunks(c);
+  struct gdn_chunk *x = make_chunk(c, &d, c->tier != c->ref, GDN_ROWS_F32);
+  set_chunk(x, &d, FIRST_LEN, c->n);
+  run_stages(c->tier, x, c->V, 1, RESIDUAL);
+  double *want = check_alloc((size_t)c->n * (size_t)c->V * sizeof(double));
+  for (int i = 0; i < c->n; i++) {
+    double norm = 1e-6;
+    for (int m = 0; m < c->K; m++) norm += (double)row_get(&x->q_rows, i, m) * (double)row_get(&x->q_rows, i, m);
+    for (int j = 0; j < c->V; j++) {
+      double sum = 0;
+      for (int m = 0; m < c->K; m++) sum += (double)row_get(&x->q_rows, i, m) * (double)d.state[panel_at(c->K, j, m)];
+      want[i * c->V + j] = sum / sqrt(norm * c->K);
+    }
+  }
+  check_close("inter", x->inter, want, (int64_t)c->n * c->V, chunk_limit(c));
+  BENCH(c, c->ref->chunk_begin(x, 0, c->V), c->tier->chunk_begin(x, 0, c->V));
+}
+
+void check_chunk_residual(struct kcase *c) {
+  struct pair p = run_pair(c, RESIDUAL, GDN_ROWS_F32);
+  check_close_f32("inter", p.tier->inter, p.ref->inter, (int64_t)c->n * c->V, chunk_limit(c));
+  BENCH(c, c->ref->chunk_residual(p.ref, 0, c->V), c->tier->chunk_residual(p.tier, 0, c->V));
+}
+
+void check_chunk_delta(struct kcase *c) {
+  struct pair p = run_pair(c, DELTA, GDN_ROWS_F32);
+  check_close_f32("delta", p.tier->delta_f32, p.ref->delta_f32, (int64_t)p.tier->n16 * c->V, chunk_limit(c));
+  BENCH(c, c->ref->chunk_delta(p.ref, 0, c->V), c->tier->chunk_delta(p.tier, 0, c->V));
+}
+
+void check_chunk_out(struct kcase *c) {
+  for (int32_t dtype = GDN_ROWS_F32; dtype <= GDN_ROWS_BF16; dtype++) {
+    struct pair p = run_pair(c, OUT, dtype);
+    float *got = alloc_f32(c->V), *want = alloc_f32(c->V);
+    double error = 0, norm = 0;
+    for (int i = 0; i < c->n; i++) {
+      struct gdn_rows a = {p.tier->out_rows.data, p.tier->out_rows.stride_elems, dtype};
+      struct gdn_rows b = {p.ref->out_rows.data, p.ref->out_rows.stride_elems, dtype};
+      for (int j = 0; j < c->V; j++) {
+        got[j] = row_get(&a, i, j);
+        want[j] = row_get(&b, i, j);
+        error += (double)(got[j] - want[j]) * (double)(got[j] - want[j]);
+        norm += (double)want[j] * (double)want[j];
+      }
+    }
+    /* As bf16, the few elements that round the other way are off by 2^-8: 1e-3 is one in fifteen of them. */
+    check_limit("out", sqrt(error / norm), dtype == GDN_ROWS_F32 ? chunk_limit(c) : 1e-3);
+    BENCH(c, c->ref->chunk_out(p.ref, 0, c->V), c->tier->chunk_out(p.tier, 0, c->V));
+  }
+}
+
+void check_chunk_state(struct kcase *c) {
+  struct pair p = run_pair(c, STATE, GDN_ROWS_F32);
+  check_close_f32("state", p.tier->state, p.ref->state, (int64_t)c->K * c->V, chunk_limit(c));
+  /* The operand that comes with the new state is the one that begin would make of it. */
+  struct gdn_chunk *x = p.tier;
+  size_t inter_bytes = (size_t)c->n * (size_t)c->V * 4;
+  float *inter = alloc_f32((int64_t)c->n * c->V);
+  c->tier->chunk_residual(x, 0, c->V);
+  memcpy(inter, x->inter, inter_bytes);
+  c->tier->chunk_begin(x, 0, c->V);
+  c->tier->chunk_residual(x, 0, c->V);
+  check_same_bits("inter after begin on the new state", inter, x->inter, inter_bytes, 4);
+  BENCH(c, c->ref->chunk_state(p.ref, 0, c->V), c->tier->chunk_state(p.tier, 0, c->V));
+}
+
+/* The state inside a chunk is the one that a chunk of those tokens leaves, and asking for it changes nothing else. */
+void check_chunk_state_at(struct kcase *c) {
+  struct chunk_data d = random_chunks(c);
+  struct gdn_chunk *undisturbed = run_chunks(c, c->tier, &d, c->V, STATE, GDN_ROWS_F32);
+  int64_t n_state = (int64_t)c->K * c->V;
+  float *whole = alloc_f32(n_state), *panels = alloc_f32(n_state);
+  for (int n_at = 1; n_at < c->n; n_at = n_at * 3 + 2) {
+    struct gdn_chunk *x = run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32);
+    c->tier->chunk_state_at(x, n_at, 0, c->V, whole);
+    for (int col = 0; col < c->V; col += 32) {
+      /* A bf16 tier's V' holds the columns of the last calls only. */
+      struct gdn_chunk *part = bf16_chunks(c) ? run_chunks(c, c->tier, &d, 32, OUT, GDN_ROWS_F32) : x;
+      if (bf16_chunks(c)) run_columns(c->tier, part, col, 32, OUT);
+      c->tier->chunk_state_at(part, n_at, col, 32, panels + (int64_t)col * c->K);
+    }
+    check_same_bits("state inside the chunk in slices", whole, panels, (size_t)n_state * 4, 4);
+    struct kcase part = *c;
+    part.n = n_at;
+    struct gdn_chunk *want = run_chunks(&part, c->ref, &d, c->V, STATE, GDN_ROWS_F32);
+    /* As bf16, V' of two chunks and a prefix of one. */
+    check_close_f32("state inside the chunk", whole, want->state, n_state, bf16_chunks(c) ? 4e-3 : chunk_limit(c));
+    c->tier->chunk_state(x, 0, c->V);
+    check_same_bits("state after it", x->state, undisturbed->state, (size_t)n_state * 4, 4);
+  }
+  if (c->n > 1) {
+    struct pair p = {run_chunks(c, c->ref, &d, c->V, OUT, GDN_ROWS_F32),
+                     run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32)};
+    BENCH(c, c->ref->chunk_state_at(p.ref, c->n - 1, 0, c->V, whole),
+          c->tier->chunk_state_at(p.tier, c->n - 1, 0, c->V, whole));
+  }
+}
