@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "model.h"
 #include "oracle.h"
 
 static int64_t state_elems(const struct batch_shape *s) {
@@ -198,10 +199,15 @@ void batch_place(struct batch *b, enum batch_layout layout, enum batch_states st
 }
 
 void batch_oracle(struct batch *b) {
-  b->want_out = check_alloc((size_t)(b->n_tokens * b->shape.n_heads_v * b->shape.dim_v) * sizeof(double));
-  b->want_states = check_alloc((size_t)(b->shape.n_seqs * state_elems(&b->shape)) * sizeof(double));
+  size_t out_bytes = (size_t)(b->n_tokens * b->shape.n_heads_v * b->shape.dim_v) * sizeof(double);
+  size_t state_bytes = (size_t)(b->shape.n_seqs * state_elems(&b->shape)) * sizeof(double);
+  b->want_out = check_alloc(out_bytes);
+  b->want_states = check_alloc(state_bytes);
+  b->model_out = check_alloc(out_bytes);
+  b->model_states = check_alloc(state_bytes);
   batch_reset(b);
   oracle_prefill(&b->args, b->want_out, b->want_states);
+  model_prefill(&model_bf16, &b->args, b->model_out, b->model_states);
 }
 
 void batch_reset(struct batch *b) {
@@ -265,25 +271,39 @@ static void check_untouched(struct batch *b) {
   }
 }
 
-static void check_results(struct batch *b, double out_limit, double limit) {
+/* Limits of out and of the state of sequence i; bf16: from what rounded operands cost. */
+static double out_limit(const struct batch *b, double limit, int bf16) {
+  int64_t n = b->n_tokens * b->shape.n_heads_v * b->shape.dim_v;
+  /* Beyond the rounding to bf16, only elements next to a tie show an error: a small share of the f32 one. */
+  if (!bf16) return limit / 8;
+  uint16_t *x = check_alloc((size_t)n * sizeof *x);
+  for (int64_t j = 0; j < n; j++) x[j] = check_to_bf16((float)b->model_out[j]);
+  return model_limit(check_error_bf16(x, b->want_out, n), b->n_tokens * b->shape.n_heads_v, limit);
+}
+
+static double state_limit(const struct batch *b, int64_t i, double limit, int bf16) {
+  int64_t n = state_elems(&b->shape);
+  double error = model_error(b->model_states + i * n, b->want_states + i * n, n);
+  return bf16 ? model_limit(error, b->shape.lens[i] * b->shape.n_heads_v, limit) : limit;
+}
+
+static void check_results(struct batch *b, double limit, int bf16) {
   int64_t n_out = b->n_tokens * b->shape.n_heads_v * b->shape.dim_v, block = state_elems(&b->shape);
   struct batch_result x = batch_take(b);
-  check_close_bf16("out", x.out, b->want_out, n_out, out_limit);
+  check_close_bf16("out", x.out, b->want_out, n_out, out_limit(b, limit, bf16));
   for (int64_t i = 0; i < b->shape.n_seqs; i++) {
     if (final_block(b, i) == NULL) continue;
-    check_close("final state", x.states + i * block, b->want_states + i * block, block, limit);
+    check_close("final state", x.states + i * block, b->want_states + i * block, block, state_limit(b, i, limit, bf16));
   }
   check_untouched(b);
 }
 
-/* Beyond the rounding to bf16, only elements next to a tie show an error: a small share of the f32 one. */
 void batch_check(struct batch *b, double limit) {
-  check_results(b, limit / 8, limit);
+  check_results(b, limit, 0);
 }
 
-void batch_check_form(struct batch *b, const struct check_tier *tier, double limit, double limit_bf16) {
-  double x = check_form_limit(tier, b->args.form, limit, limit_bf16);
-  check_results(b, x == limit ? limit / 8 : x, x);
+void batch_check_form(struct batch *b, const struct check_tier *tier, double limit) {
+  check_results(b, limit, tier->bf16_chunks && b->args.form == GDN_FORM_CHUNK);
 }
 
 void batch_prefill(gdn_ctx *ctx, struct batch *b, int32_t form) {

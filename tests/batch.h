@@ -41,8 +41,8 @@ struct batch {
   int64_t out_elems;            /* of the out buffer, gaps included */
   float *states, *states_start; /* the buffer that final_state lies in, and what it held before the call */
   int64_t states_elems;
-  /* Made by batch_oracle. */
-  double *want_out, *want_states;
+  /* Made by batch_oracle: the results, and those of the chunk form with operands in bf16. */
+  double *want_out, *want_states, *model_out, *model_states;
 };
 
 /* Numbers in the range of real layers: normal q, k, v, g in -0.5 .. 0, beta in 0 .. 1. */
@@ -66,9 +66,8 @@ void batch_same(const char *what, const struct batch *a, const struct batch_resu
                 const struct batch_result *y, int64_t j);
 /* Compares what a call wrote with the oracle, and fails if anything else changed. Destroys the outputs. */
 void batch_check(struct batch *b, double limit);
-/* The same for what a form of a tier gave: limit_bf16, for out as well as for states, where products have bf16
- * operands. */
-void batch_check_form(struct batch *b, const struct check_tier *tier, double limit, double limit_bf16);
+/* The same for what a form of a tier gave; where products have bf16 operands, what model.h allows comes on top. */
+void batch_check_form(struct batch *b, const struct check_tier *tier, double limit);
 
 /* One call on fresh outputs. */
 void batch_prefill(gdn_ctx *ctx, struct batch *b, int32_t form);

@@ -261,10 +261,20 @@ static void distance_check(const char *what, const struct distance *d, double li
   check_limit(what, rel, limit);
 }
 
-void check_close(const char *what, const float *x, const double *want, int64_t n, double limit) {
+static struct distance distance_of(const float *x, const double *want, int64_t n) {
   struct distance d = {0};
   for (int64_t i = 0; i < n; i++) distance_add(&d, i, x[i], want[i], 0);
+  return d;
+}
+
+void check_close(const char *what, const float *x, const double *want, int64_t n, double limit) {
+  struct distance d = distance_of(x, want, n);
   distance_check(what, &d, limit);
+}
+
+double check_error(const float *x, const double *want, int64_t n) {
+  struct distance d = distance_of(x, want, n);
+  return distance_rel(&d);
 }
 
 void check_close_f32(const char *what, const float *x, const float *want, int64_t n, double limit) {
@@ -280,10 +290,20 @@ static double bf16_half_ulp(double want) {
   return ldexp(1.0, (exponent < -125 ? -125 : exponent) - 9);
 }
 
-void check_close_bf16(const char *what, const uint16_t *x, const double *want, int64_t n, double limit) {
+static struct distance distance_of_bf16(const uint16_t *x, const double *want, int64_t n) {
   struct distance d = {0};
   for (int64_t i = 0; i < n; i++) distance_add(&d, i, check_from_bf16(x[i]), want[i], bf16_half_ulp(want[i]));
+  return d;
+}
+
+void check_close_bf16(const char *what, const uint16_t *x, const double *want, int64_t n, double limit) {
+  struct distance d = distance_of_bf16(x, want, n);
   distance_check(what, &d, limit);
+}
+
+double check_error_bf16(const uint16_t *x, const double *want, int64_t n) {
+  struct distance d = distance_of_bf16(x, want, n);
+  return distance_rel(&d);
 }
 
 double check_rel_l2_bf16(const uint16_t *x, const float *want, int64_t n) {

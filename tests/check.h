@@ -59,6 +59,9 @@ void check_close_f32(const char *what, const float *x, const float *want, int64_
 /* For values rounded to bf16: what an element is off beyond half a unit of its own last place counts against limit, so
  * that errors far below bf16's resolution show. */
 void check_close_bf16(const char *what, const uint16_t *x, const double *want, int64_t n, double limit);
+/* What those two compare with limit. */
+double check_error(const float *x, const double *want, int64_t n);
+double check_error_bf16(const uint16_t *x, const double *want, int64_t n);
 /* Plain relative L2 distance of bf16 values, with their rounding. */
 double check_rel_l2_bf16(const uint16_t *x, const float *want, int64_t n);
 double check_rel_l2_f32(const float *x, const float *want, int64_t n);

@@ -5,6 +5,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "model.h"
 #include "oracle.h"
 
 static const int32_t floats[] = {GDN_BF16, GDN_F16, GDN_F32};
@@ -251,10 +252,19 @@ struct inputs *inputs_make(const struct inputs_spec *spec, struct check_rng *r) 
                                 .out = a->out,
                                 .initial_state = a->initial_state,
                                 .final_state = a->final_state};
-  x->want_out = check_alloc(sizeof(double) * (size_t)(n * x->n_heads * s->dim_v));
-  x->want_states = check_alloc(sizeof(double) * (size_t)s->n_seqs * (size_t)x->n_heads * (size_t)(s->dim_v * s->dim_k));
-  oracle_prefill(a, x->want_out, x->want_states);
+  size_t out_bytes = sizeof(double) * (size_t)(n * x->n_heads * s->dim_v);
+  size_t states_bytes = sizeof(double) * (size_t)s->n_seqs * (size_t)x->n_heads * (size_t)(s->dim_v * s->dim_k);
+  x->want_out = check_alloc(out_bytes);
+  x->want_states = check_alloc(states_bytes);
+  x->model_out = check_alloc(out_bytes);
+  x->model_states = check_alloc(states_bytes);
+  inputs_oracle(x);
   return x;
+}
+
+void inputs_oracle(struct inputs *x) {
+  oracle_prefill(&x->prefill, x->want_out, x->want_states);
+  model_prefill(&model_bf16, &x->prefill, x->model_out, x->model_states);
 }
 
 void inputs_reset(struct inputs *x) {
@@ -303,15 +313,28 @@ static double half_ulp(double want, int32_t dtype) {
   return ldexp(1.0, (exponent < -125 ? -125 : exponent) - 9);
 }
 
-static void compare(const char *what, const void *got, int32_t dtype, const double *want, int64_t n, double limit) {
-  double error2 = 0, norm2 = 0;
+/* What number is off beyond the rounding to dtype, which counts as its last step. */
+static double excess(double number, double want, int32_t dtype) {
+  return fmax(fabs(number - want) - half_ulp(want, dtype), 0);
+}
+
+/* n numbers of n_rows tokens and heads. model null: limit alone. */
+static void compare(const char *what, const void *got, int32_t dtype, const double *want, const double *model,
+                    int64_t n, int64_t n_rows, double limit) {
+  double error2 = 0, norm2 = 0, model2 = 0;
+  uint32_t own;
   for (int64_t i = 0; i < n; i++) {
-    double e = fabs(oracle_number(got, i, dtype) - want[i]) - half_ulp(want[i], dtype);
+    double e = excess(oracle_number(got, i, dtype), want[i], dtype);
     if (!(e <= 1e6))
       check_fail("%s: element %lld: %g instead of %g", what, (long long)i, oracle_number(got, i, dtype), want[i]);
     norm2 += want[i] * want[i];
-    if (e > 0) error2 += e * e;
+    error2 += e * e;
+    if (model == NULL) continue;
+    inputs_put(&own, 0, dtype, model[i]);
+    e = excess(oracle_number(&own, 0, dtype), want[i], dtype);
+    model2 += e * e;
   }
+  if (model != NULL) limit = model_limit(norm2 > 0 ? sqrt(model2 / norm2) : 0, n_rows, limit);
   check_limit(what, error2 == 0 ? 0 : sqrt(error2 / norm2), limit);
 }
 
@@ -332,16 +355,17 @@ static void check_untouched(struct inputs *x) {
   check_same_bits("states that nobody writes", x->pool_out, x->start, x->pool_out_bytes, 2);
 }
 
-void inputs_check(struct inputs *x, double limit) {
+void inputs_check(struct inputs *x, double limit, int bf16) {
   const struct inputs_spec *s = &x->spec;
   size_t bytes;
-  int64_t row = (int64_t)x->n_heads * s->dim_v * s->dim_k;
+  int64_t row = (int64_t)x->n_heads * s->dim_v * s->dim_k, n = (int64_t)s->n_seqs * s->n_tokens;
   const void *out = inputs_take_out(x, &bytes);
-  compare("out", out, s->out, x->want_out, (int64_t)s->n_seqs * s->n_tokens * x->n_heads * s->dim_v, limit);
+  compare("out", out, s->out, x->want_out, bf16 ? x->model_out : NULL, n * x->n_heads * s->dim_v, n * x->n_heads,
+          limit);
   const char *states = inputs_take_states(x, &x->prefill.final_state, &bytes);
   for (int i = 0; i < s->n_seqs; i++)
     if (oracle_row(&x->prefill.final_state, i) >= 0)
-      compare("final state", states + i * row * inputs_bytes(s->state_out), s->state_out, x->want_states + i * row, row,
-              limit);
+      compare("final state", states + i * row * inputs_bytes(s->state_out), s->state_out, x->want_states + i * row,
+              bf16 ? x->model_states + i * row : NULL, row, (int64_t)s->n_tokens * x->n_heads, limit);
   check_untouched(x);
 }

@@ -30,23 +30,25 @@ struct inputs {
   gdn_decode_args decode;
   void *out, *pool_in, *pool_out; /* pool_out may be pool_in */
   size_t out_bytes, pool_in_bytes, pool_out_bytes;
-  void *start; /* what pool_out held */
-  double *want_out, *want_states;
+  void *start;                                               /* what pool_out held */
+  double *want_out, *want_states, *model_out, *model_states; /* in float64; with operands in bf16, see model.h */
 };
 
 /* Everything that spec leaves at random; then heads, gates, states and sizes may be set. */
 struct inputs_spec inputs_random(struct check_rng *r);
 /* Arrays in guarded memory, inputs read-only, and the float64 results. */
 struct inputs *inputs_make(const struct inputs_spec *spec, struct check_rng *r);
+/* The results again, after a change of x->prefill. */
+void inputs_oracle(struct inputs *x);
 /* out to poison, pool_out to what it was. */
 void inputs_reset(struct inputs *x);
 /* What a call wrote to out, dense [n_tokens][n_heads][dim_v] of its dtype; to final_state, [n_seqs][n_heads][V][K] with
  * zeros where nothing is stored. */
 void *inputs_take_out(const struct inputs *x, size_t *bytes);
 void *inputs_take_states(const struct inputs *x, const gdn_states *pool, size_t *bytes);
-/* Compares with float64: beyond the rounding to the type itself, limit relative to the norm. Then everything that the
- * call may not write must be as before. Destroys the outputs. */
-void inputs_check(struct inputs *x, double limit);
+/* Compares with float64: beyond the rounding to the type itself, limit relative to the norm, and where bf16 is set what
+ * model.h allows on top. Then everything that the call may not write must be as before. Destroys the outputs. */
+void inputs_check(struct inputs *x, double limit, int bf16);
 
 int inputs_bytes(int32_t dtype);
 /* Rounds to nearest even. */

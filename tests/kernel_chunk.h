@@ -32,4 +32,7 @@ void run_stages(const struct gdn_kernels *k, struct gdn_chunk *x, int width, int
 struct gdn_chunk *run_chunks(const struct kcase *c, const struct gdn_kernels *k, const struct chunk_data *d, int width,
                              enum stage last, int32_t out_dtype);
 
+/* kernel_chunk_bf16.c: what a bf16 tier's state after n_at tokens of the second chunk may be off, relative to want. */
+double bf16_state_at_limit(const struct kcase *c, const struct chunk_data *d, int n_at, const float *want);
+
 #endif

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "kernel_chunk.h"
+#include "model.h"
 
 /* Their operands and what passes between their primitives are their own affair, so every primitive is checked through
  * out and state of a chunk, by float64 from the state before it, with inputs that bring it out. */
@@ -22,16 +23,7 @@ static const struct bf16_inputs bf16_inputs[] = {
     {"chunk_state", 1, 1, 1, 0, 1, 1, GDN_ROWS_BF16},
 };
 
-/* Roundings to bf16 are of up to 2^-8 and independent: a sum of terms that were rounded is off by that of the root of
- * the sum of their squares, and the sizes below are at least that root, of everything that goes into a number. Where
- * one term is all there is, two factors were rounded. */
-#define BF16_LIMIT (2 * 0x1p-8)
-
-/* What float64 makes of a chunk, and the sizes of what is added up: out [n][V], of a token; state [V][K], of a column.
- * */
-struct bf16_want {
-  double *out, *out_size, *state, *state_size;
-};
+/* ---- float64: the rule token by token, and the chunk form with rounded operands ---- */
 
 static double norm_of(const double *x, int n) {
   double sum = 0;
@@ -39,55 +31,63 @@ static double norm_of(const double *x, int n) {
   return sqrt(sum);
 }
 
-static void row_double(const struct gdn_chunk *x, const struct gdn_rows *rows, int i, double mult, double *row) {
-  for (int j = 0; j < x->dim_k; j++) row[j] = row_get(rows, i, j);
-  if (x->l2norm) {
-    double norm = norm_of(row, x->dim_k);
-    mult /= sqrt(norm * norm + (double)x->eps);
-  }
-  for (int j = 0; j < x->dim_k; j++) row[j] *= mult;
+static double owed(const struct gdn_chunk *x, const double *row, double mult) {
+  double norm = norm_of(row, x->dim_k);
+  return x->l2norm ? mult / sqrt(norm * norm + (double)x->eps) : mult;
 }
 
-static struct bf16_want bf16_make_want(const struct gdn_chunk *x, const float *start) {
-  const int K = x->dim_k, V = x->dim_v;
-  struct bf16_want w = {check_alloc((size_t)(x->n * V) * 8), check_alloc((size_t)x->n * 8),
-                        check_alloc((size_t)(V * K) * 8), check_alloc((size_t)V * 8)};
-  double column[GDN_DIM_MAX], all = 0, decay_in = 1, q[GDN_DIM_MAX], k[GDN_CHUNK][GDN_DIM_MAX];
-  double local[GDN_CHUNK], size[GDN_CHUNK]; /* of token j: exp(G_i - G_j), and the size of its V' */
-  for (int v = 0; v < V; v++) {
-    for (int j = 0; j < K; j++) w.state[v * K + j] = start[panel_at(K, v, j)];
-    column[v] = norm_of(w.state + v * K, K);
-    w.state_size[v] = 0;
-  }
-  all = norm_of(column, V) / sqrt(K);
+/* The chunk that x is set to; gates that are absent are 1. */
+static struct model_chunk *numbers_of(const struct gdn_chunk *x) {
+  struct model_chunk *m = check_alloc(sizeof *m);
+  const int K = m->dim_k = x->dim_k, V = m->dim_v = x->dim_v;
+  m->n = x->n;
   for (int i = 0; i < x->n; i++) {
-    double decay = x->g_rows.data != NULL ? exp((double)row_get(&x->g_rows, i, 0)) : 1;
-    double beta = x->beta_rows.data != NULL ? row_get(&x->beta_rows, i, 0) : 1, sum = 0;
-    row_double(x, &x->k_rows, i, 1, k[i]);
-    row_double(x, &x->q_rows, i, (double)x->scale, q);
-    double k_norm = norm_of(k[i], K), q_norm = norm_of(q, K);
-    decay_in *= decay;
-    for (int v = 0; v < V; v++) {
-      double *s = w.state + v * K, kept = 0, seen = 0;
-      for (int j = 0; j < K; j++) kept += (s[j] *= decay) * k[i][j];
-      double delta = beta * ((double)row_get(&x->v_rows, i, v) - kept);
-      for (int j = 0; j < K; j++) seen += (s[j] += delta * k[i][j]) * q[j];
-      w.out[i * V + v] = seen;
-      sum += delta * delta;
-      w.state_size[v] =
-          decay * w.state_size[v] + k_norm * (fabs(delta) + beta * decay_in * k_norm * column[v] / sqrt(K));
+    for (int j = 0; j < K; j++) {
+      m->q[i * K + j] = row_get(&x->q_rows, i, j);
+      m->k[i * K + j] = row_get(&x->k_rows, i, j);
     }
-    size[i] = sqrt(sum) + beta * decay_in * all * k_norm;
-    local[i] = 1;
-    w.out_size[i] = q_norm * decay_in * all;
-    for (int j = 0; j <= i; j++) {
-      double dot = 0;
-      if (j < i) local[j] *= decay;
-      for (int m = 0; m < K; m++) dot += q[m] * k[j][m];
-      w.out_size[i] += fabs(local[j] * dot) * size[j];
+    for (int j = 0; j < V; j++) m->v[i * V + j] = row_get(&x->v_rows, i, j);
+    m->q_mult[i] = owed(x, m->q + i * K, (double)x->scale);
+    m->k_mult[i] = owed(x, m->k + i * K, 1);
+    m->decay[i] = x->g_rows.data != NULL ? exp((double)row_get(&x->g_rows, i, 0)) : 1;
+    m->beta[i] = x->beta_rows.data != NULL ? row_get(&x->beta_rows, i, 0) : 1;
+  }
+  return m;
+}
+
+/* state [K][V] */
+static void numbers_model(const struct gdn_chunk *x, int inside, double *state, double *out) {
+  struct model model = model_bf16;
+  model.inside = inside;
+  model_run_chunk(&model, numbers_of(x), state, out);
+}
+
+static void numbers_rule(const struct gdn_chunk *x, double *state, double *out) {
+  const struct model_chunk *m = numbers_of(x);
+  const int K = x->dim_k, V = x->dim_v;
+  for (int i = 0; i < x->n; i++) {
+    for (int v = 0; v < V; v++) {
+      double kept = 0, seen = 0;
+      for (int j = 0; j < K; j++) kept += (state[j * V + v] *= m->decay[i]) * m->k[i * K + j];
+      double delta = m->beta[i] * (m->v[i * V + v] - m->k_mult[i] * kept);
+      for (int j = 0; j < K; j++)
+        seen += (state[j * V + v] += delta * m->k_mult[i] * m->k[i * K + j]) * m->q[i * K + j];
+      out[i * V + v] = m->q_mult[i] * seen;
     }
   }
-  return w;
+}
+
+static double *state_numbers(const struct gdn_chunk *x, const float *panels) {
+  double *state = check_alloc((size_t)(x->dim_k * x->dim_v) * sizeof *state);
+  for (int j = 0; j < x->dim_k; j++) {
+    for (int v = 0; v < x->dim_v; v++) state[j * x->dim_v + v] = panels[panel_at(x->dim_k, v, j)];
+  }
+  return state;
+}
+
+/* Decays as products of up to 64, sums over K in a vector's lanes. */
+static double f32_share(const struct kcase *c) {
+  return 0x1p-24 * (GDN_CHUNK + c->K / 8);
 }
 
 static struct chunk_data bf16_data(struct kcase *c, const struct bf16_inputs *in) {
@@ -141,22 +141,49 @@ static struct gdn_chunk *bf16_run(struct kcase *c, const struct bf16_inputs *in,
   return x;
 }
 
+/* n rows of dim numbers and what they should be; every row, and all of them. f32: share of a row of middling size. */
+static void compare_rows(const char *what, const double *got, const double *want, const double *model, int n, int dim,
+                         int n_tokens, double f32) {
+  const double size = norm_of(want, n * dim) / sqrt(n);
+  double error[GDN_DIM_MAX], sum = 0, model_sum = 0;
+  for (int i = 0; i < n; i++) {
+    for (int j = 0; j < dim; j++) error[j] = got[i * dim + j] - want[i * dim + j];
+    double own = norm_of(error, dim);
+    for (int j = 0; j < dim; j++) error[j] = model[i * dim + j] - want[i * dim + j];
+    double allowed = norm_of(error, dim);
+    check_limit(what, own, model_limit(allowed, 1, f32 * size));
+    sum += own * own;
+    model_sum += allowed * allowed;
+  }
+  check_limit(what, sqrt(sum), model_limit(sqrt(model_sum), n_tokens, f32 * size * sqrt(n)));
+}
+
+/* Out by tokens, the state by rows of K. */
 static void bf16_compare(const struct kcase *c, const struct bf16_inputs *in, const struct gdn_chunk *x,
-                         const struct bf16_want *w) {
+                         const float *start) {
+  const int n_out = c->n * c->V;
+  double *want = check_alloc((size_t)n_out * 8), *model = check_alloc((size_t)n_out * 8);
+  double *got = check_alloc((size_t)n_out * 8), *state = state_numbers(x, start),
+         *state_model = state_numbers(x, start);
   struct gdn_rows out = {x->out_rows.data, x->out_rows.stride_elems, in->out_dtype};
-  double error[GDN_DIM_MAX];
-  for (int i = 0; i < c->n; i++) {
-    for (int v = 0; v < c->V; v++) error[v] = (double)row_get(&out, i, v) - w->out[i * c->V + v];
-    double own = in->out_dtype == GDN_ROWS_BF16 ? norm_of(w->out + i * c->V, c->V) : 0;
-    check_limit("out of a token over what it is made of", norm_of(error, c->V) / (w->out_size[i] + own + 1e-30),
-                BF16_LIMIT);
+  numbers_rule(x, state, want);
+  numbers_model(x, 0, state_model, model);
+  for (int i = 0; i < n_out; i++) {
+    got[i] = row_get(&out, i / c->V, i % c->V);
+    if (in->out_dtype == GDN_ROWS_BF16) model[i] = check_from_bf16(check_to_bf16((float)model[i]));
   }
-  for (int v = 0; v < c->V; v++) {
-    for (int j = 0; j < c->K; j++) error[j] = (double)x->state[panel_at(c->K, v, j)] - w->state[v * c->K + j];
-    double own = norm_of(w->state + v * c->K, c->K) * 0x1p-15; /* f32 sums, decays as products of up to 64 */
-    check_limit("column of the state over what is added", (norm_of(error, c->K) - own) / (w->state_size[v] + 1e-30),
-                BF16_LIMIT);
-  }
+  compare_rows("out", got, want, model, c->n, c->V, c->n, f32_share(c));
+  compare_rows("state", state_numbers(x, x->state), state, state_model, c->K, c->V, c->n, f32_share(c));
+}
+
+double bf16_state_at_limit(const struct kcase *c, const struct chunk_data *d, int n_at, const float *want) {
+  struct gdn_chunk *x = make_chunk(c, d, 0, GDN_ROWS_F32);
+  double *state = state_numbers(x, d->state), *out = check_alloc((size_t)(GDN_CHUNK * c->V) * 8);
+  set_chunk(x, d, 0, FIRST_LEN);
+  numbers_model(x, 0, state, out);
+  set_chunk(x, d, FIRST_LEN, n_at);
+  numbers_model(x, 1, state, out);
+  return model_limit(model_error(state, state_numbers(x, want), c->K * c->V), n_at, f32_share(c));
 }
 
 void check_chunk_bf16(struct kcase *c) {
@@ -166,8 +193,7 @@ void check_chunk_bf16(struct kcase *c) {
   size_t state_bytes = (size_t)c->K * (size_t)c->V * 4;
   float *start = check_alloc(state_bytes);
   struct gdn_chunk *slices = bf16_run(c, in, &d, 32, start), *x = bf16_run(c, in, &d, c->V, start);
-  struct bf16_want w = bf16_make_want(x, start);
-  bf16_compare(c, in, x, &w);
+  bf16_compare(c, in, x, start);
   check_same_bits("state in slices", x->state, slices->state, state_bytes, 4);
   for (int i = 0; i < c->n; i++) {
     int64_t at = i * x->out_rows.stride_elems * elem_bytes(in->out_dtype);

@@ -34,20 +34,30 @@ double oracle_element(const gdn_tensor *x, int32_t default_dtype, int64_t n_head
   return oracle_number(x->data, at, x->dtype != GDN_DTYPE_DEFAULT ? x->dtype : default_dtype);
 }
 
+static int n_heads_of_q(const gdn_prefill_args *a) {
+  return a->n_heads_q != 0 ? a->n_heads_q : a->n_heads_k;
+}
+
+void oracle_row_of(const gdn_prefill_args *a, enum oracle_array which, int64_t t, int64_t h, double *row) {
+  const gdn_tensor *x = which == ORACLE_Q ? &a->q : which == ORACLE_K ? &a->k : &a->v;
+  int n_own = which == ORACLE_Q ? n_heads_of_q(a) : which == ORACLE_K ? a->n_heads_k : a->n_heads_v;
+  int dim = which == ORACLE_V ? a->dim_v : a->dim_k;
+  int64_t own = h / (oracle_heads(n_heads_of_q(a), a->n_heads_v) / n_own);
+  for (int i = 0; i < dim; i++) row[i] = oracle_element(x, GDN_BF16, n_own, dim, t, own, i);
+}
+
 /* One row of q or k, normalised if the flags say so. */
-static void load_row(const gdn_prefill_args *a, const gdn_tensor *x, int n_heads, int64_t t, int64_t h, double *row) {
+static void load_row(const gdn_prefill_args *a, enum oracle_array which, int64_t t, int64_t h, double *row) {
   double sum = 0;
-  for (int i = 0; i < a->dim_k; i++) {
-    row[i] = oracle_element(x, GDN_BF16, n_heads, a->dim_k, t, h, i);
-    sum += row[i] * row[i];
-  }
+  oracle_row_of(a, which, t, h, row);
+  for (int i = 0; i < a->dim_k; i++) sum += row[i] * row[i];
   if ((a->flags & GDN_L2NORM_QK) == 0) return;
   double norm = sqrt(sum + (a->eps != 0 ? (double)a->eps : 1e-6));
   for (int i = 0; i < a->dim_k; i++) row[i] /= norm;
 }
 
 struct work {
-  double *q, *k, *d;
+  double *q, *k, *v, *d;
   double *state; /* [dim_k][dim_v], the transpose of the stored one, so that inner loops run along dim_v */
 };
 
@@ -78,15 +88,20 @@ static double beta_of(const gdn_prefill_args *a, int64_t n_heads, int64_t t, int
   return a->beta.data != NULL ? oracle_element(&a->beta, GDN_F32, n_heads, 1, t, h, 0) : 1;
 }
 
+void oracle_gates(const gdn_prefill_args *a, int64_t t, int64_t h, double *decay, double *beta) {
+  int64_t n_heads = oracle_heads(n_heads_of_q(a), a->n_heads_v);
+  *decay = decay_of(a, n_heads, t, h);
+  *beta = beta_of(a, n_heads, t, h);
+}
+
 /* S = exp(g) S; d = beta (v - S k); S = S + d k^T; o = scale S q */
 static void token(const gdn_prefill_args *a, const struct work *w, int64_t t, int64_t h, double *out) {
   int K = a->dim_k, V = a->dim_v;
-  int n_q = a->n_heads_q != 0 ? a->n_heads_q : a->n_heads_k, n_heads = oracle_heads(n_q, a->n_heads_v);
-  double beta = beta_of(a, n_heads, t, h), decay = decay_of(a, n_heads, t, h);
-  double scale = a->scale != 0 ? (double)a->scale : 1 / sqrt(K);
-  int64_t h_v = h / (n_heads / a->n_heads_v);
-  load_row(a, &a->q, n_q, t, h / (n_heads / n_q), w->q);
-  load_row(a, &a->k, a->n_heads_k, t, h / (n_heads / a->n_heads_k), w->k);
+  double beta, decay, scale = a->scale != 0 ? (double)a->scale : 1 / sqrt(K);
+  oracle_gates(a, t, h, &decay, &beta);
+  load_row(a, ORACLE_Q, t, h, w->q);
+  load_row(a, ORACLE_K, t, h, w->k);
+  oracle_row_of(a, ORACLE_V, t, h, w->v);
   for (int j = 0; j < V; j++) w->d[j] = 0;
   for (int i = 0; i < K; i++) {
     double *s = w->state + (int64_t)i * V;
@@ -96,7 +111,7 @@ static void token(const gdn_prefill_args *a, const struct work *w, int64_t t, in
     }
   }
   for (int j = 0; j < V; j++) {
-    w->d[j] = beta * (oracle_element(&a->v, GDN_BF16, a->n_heads_v, V, t, h_v, j) - w->d[j]);
+    w->d[j] = beta * (w->v[j] - w->d[j]);
     out[j] = 0;
   }
   for (int i = 0; i < K; i++) {
@@ -122,15 +137,26 @@ int64_t oracle_state_at(const gdn_states *s, int64_t n_heads, int dim_k, int dim
   return row * stride + h * block + inner;
 }
 
+void oracle_load_state(const gdn_prefill_args *a, int64_t seq, int64_t h, double *state) {
+  const gdn_states *initial = &a->initial_state;
+  int K = a->dim_k, V = a->dim_v, n_heads = oracle_heads(a->n_heads_q, a->n_heads_v);
+  int32_t dtype = initial->dtype != GDN_DTYPE_DEFAULT ? initial->dtype : GDN_F32;
+  int64_t row = oracle_row(initial, seq);
+  for (int i = 0; i < K; i++) {
+    for (int j = 0; j < V; j++) {
+      state[(int64_t)i * V + j] =
+          row < 0 ? 0 : oracle_number(initial->data, oracle_state_at(initial, n_heads, K, V, row, h, j, i), dtype);
+    }
+  }
+}
+
 void oracle_prefill(const gdn_prefill_args *a, double *out, double *states) {
   int K = a->dim_k, V = a->dim_v, n_heads = oracle_heads(a->n_heads_q, a->n_heads_v);
-  const gdn_states *initial = &a->initial_state;
-  int32_t dtype = initial->dtype != GDN_DTYPE_DEFAULT ? initial->dtype : GDN_F32;
-  double *memory = malloc(sizeof(double) * (size_t)(2 * K + V + (int64_t)K * V));
+  double *memory = malloc(sizeof(double) * (size_t)(2 * K + 2 * V + (int64_t)K * V));
   if (memory == NULL) abort();
-  struct work w = {memory, memory + K, memory + 2 * K, memory + 2 * K + V};
+  struct work w = {memory, memory + K, memory + 2 * K, memory + 2 * K + V, memory + 2 * K + 2 * V};
   for (int64_t seq = 0; seq < a->n_seqs; seq++) {
-    int64_t row = oracle_row(initial, seq), first, end;
+    int64_t first, end;
     if (a->cu_seqlens_dtype == GDN_I64) {
       first = ((const int64_t *)a->cu_seqlens)[seq];
       end = ((const int64_t *)a->cu_seqlens)[seq + 1];
@@ -140,12 +166,7 @@ void oracle_prefill(const gdn_prefill_args *a, double *out, double *states) {
     }
     for (int64_t h = 0; h < n_heads; h++) {
       double *final = states + (seq * n_heads + h) * V * K;
-      for (int i = 0; i < K; i++) {
-        for (int j = 0; j < V; j++) {
-          w.state[(int64_t)i * V + j] =
-              row < 0 ? 0 : oracle_number(initial->data, oracle_state_at(initial, n_heads, K, V, row, h, j, i), dtype);
-        }
-      }
+      oracle_load_state(a, seq, h, w.state);
       for (int64_t t = first; t < end; t++) token(a, &w, t, h, out + (t * n_heads + h) * V);
       for (int j = 0; j < V; j++) {
         for (int i = 0; i < K; i++) final[(int64_t)j * K + i] = w.state[(int64_t)i * V + j];
@@ -157,9 +178,9 @@ void oracle_prefill(const gdn_prefill_args *a, double *out, double *states) {
 
 void oracle_continue(const gdn_prefill_args *a, double *out, double *states) {
   int K = a->dim_k, V = a->dim_v, n_heads = oracle_heads(a->n_heads_q, a->n_heads_v);
-  double *memory = malloc(sizeof(double) * (size_t)(2 * K + V + (int64_t)K * V));
+  double *memory = malloc(sizeof(double) * (size_t)(2 * K + 2 * V + (int64_t)K * V));
   if (memory == NULL) abort();
-  struct work w = {memory, memory + K, memory + 2 * K, memory + 2 * K + V};
+  struct work w = {memory, memory + K, memory + 2 * K, memory + 2 * K + V, memory + 2 * K + 2 * V};
   for (int64_t h = 0; h < n_heads; h++) {
     double *own = states + h * V * K;
     for (int64_t e = 0; e < (int64_t)K * V; e++) w.state[e % K * V + e / K] = own[e];

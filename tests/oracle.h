@@ -22,6 +22,13 @@ int64_t oracle_state_at(const gdn_states *s, int64_t n_heads, int dim_k, int dim
 double oracle_element(const gdn_tensor *x, int32_t default_dtype, int64_t n_heads, int64_t dim, int64_t t, int64_t h,
                       int64_t i);
 
+/* What head h of the states has at token t: the row of q, k or v as it is, the decay and beta. */
+enum oracle_array { ORACLE_Q, ORACLE_K, ORACLE_V };
+void oracle_row_of(const gdn_prefill_args *args, enum oracle_array which, int64_t t, int64_t h, double *row);
+void oracle_gates(const gdn_prefill_args *args, int64_t t, int64_t h, double *decay, double *beta);
+/* state [dim_k][dim_v] = the initial one of head h of sequence seq. */
+void oracle_load_state(const gdn_prefill_args *args, int64_t seq, int64_t h, double *state);
+
 /* out [n_tokens][n_heads_v][dim_v], states [n_seqs][n_heads_v][dim_v][dim_k], both dense. Reads every input that args
  * names, writes none of its outputs. States of empty sequences are their initial ones. */
 void oracle_prefill(const gdn_prefill_args *args, double *out, double *states);

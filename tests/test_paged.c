@@ -27,8 +27,9 @@ static const int threads[] = {1, 2, 3, 7};
 
 /* f32 arithmetic over a few hundred tokens, as in test_prefill.c. */
 #define LIMIT_F32 1e-6
-/* Products of bf16 operands, as there. */
-#define LIMIT_BF16 4e-3
+/* On inputs as here, rounding operands to bf16 costs a state 1.7e-3 to 2.2e-3 (model.h, test_prefill.c); two states cut
+ * into chunks at other places, each so much. */
+#define LIMIT_BF16 (1.41421356 * 2.2e-3)
 
 /* Between two f32 results, or one and float64 on hundreds of tokens. */
 static double limit_of(const struct check_tier *tier, int f) {
