@@ -267,22 +267,6 @@ static struct distance distance_of(const float *x, const double *want, int64_t n
   return d;
 }
 
-void check_close(const char *what, const float *x, const double *want, int64_t n, double limit) {
-  struct distance d = distance_of(x, want, n);
-  distance_check(what, &d, limit);
-}
-
-double check_error(const float *x, const double *want, int64_t n) {
-  struct distance d = distance_of(x, want, n);
-  return distance_rel(&d);
-}
-
-void check_close_f32(const char *what, const float *x, const float *want, int64_t n, double limit) {
-  struct distance d = {0};
-  for (int64_t i = 0; i < n; i++) distance_add(&d, i, x[i], want[i], 0);
-  distance_check(what, &d, limit);
-}
-
 /* Half a unit in the last place of x as bf16, seen from the wanted value. */
 static double bf16_half_ulp(double want) {
   int exponent;
@@ -296,8 +280,19 @@ static struct distance distance_of_bf16(const uint16_t *x, const double *want, i
   return d;
 }
 
+void check_close(const char *what, const float *x, const double *want, int64_t n, double limit) {
+  struct distance d = distance_of(x, want, n);
+  distance_check(what, &d, limit);
+}
+
 void check_close_bf16(const char *what, const uint16_t *x, const double *want, int64_t n, double limit) {
   struct distance d = distance_of_bf16(x, want, n);
+  distance_check(what, &d, limit);
+}
+
+void check_close_f32(const char *what, const float *x, const float *want, int64_t n, double limit) {
+  struct distance d = {0};
+  for (int64_t i = 0; i < n; i++) distance_add(&d, i, x[i], want[i], 0);
   distance_check(what, &d, limit);
 }
 
@@ -361,6 +356,12 @@ void check_ok(const char *call, gdn_status status) {
   if (status != GDN_OK) check_fail("%s: %s: %s", call, gdn_status_name(status), gdn_last_error());
 }
 
+void check_refused(gdn_status got, gdn_status want, const char *name) {
+  if (got != want || strstr(gdn_last_error(), name) == NULL)
+    check_fail("%s expected with \"%s\", got %s: %s", gdn_status_name(want), name, gdn_status_name(got),
+               gdn_last_error());
+}
+
 int check_tiers(struct check_tier tiers[CHECK_TIERS_MAX]) {
   gdn_ctx_args args = {.struct_size = sizeof args, .n_threads = 1, .pin = GDN_PIN_OFF};
   gdn_ctx *ctx = NULL;
@@ -395,6 +396,16 @@ gdn_ctx *check_ctx(const struct check_tier *tier, int n_threads) {
   if (strcmp(info.isa, tier->name) != 0) check_fail("asked for tier %s, got %s", tier->name, info.isa);
   if (info.n_threads != n_threads) check_fail("asked for %d threads, got %d", n_threads, (int)info.n_threads);
   return ctx;
+}
+
+int check_contexts(struct check_tier tiers[CHECK_TIERS_MAX], gdn_ctx *contexts[CHECK_TIERS_MAX]) {
+  int n = check_tiers(tiers);
+  for (int i = 0; i < n; i++) contexts[i] = check_ctx(&tiers[i], 2);
+  return n;
+}
+
+void check_contexts_end(gdn_ctx *contexts[CHECK_TIERS_MAX], int n) {
+  for (int i = 0; i < n; i++) gdn_ctx_destroy(contexts[i]);
 }
 
 /* ---- golden files ---- */

@@ -59,8 +59,7 @@ void check_close_f32(const char *what, const float *x, const float *want, int64_
 /* For values rounded to bf16: what an element is off beyond half a unit of its own last place counts against limit, so
  * that errors far below bf16's resolution show. */
 void check_close_bf16(const char *what, const uint16_t *x, const double *want, int64_t n, double limit);
-/* What those two compare with limit. */
-double check_error(const float *x, const double *want, int64_t n);
+/* What that compares with limit. */
 double check_error_bf16(const uint16_t *x, const double *want, int64_t n);
 /* Plain relative L2 distance of bf16 values, with their rounding. */
 double check_rel_l2_bf16(const uint16_t *x, const float *want, int64_t n);
@@ -89,8 +88,13 @@ int check_tier_wanted(const char *name);
 int check_quick(void);
 /* A context that runs exactly this tier. */
 gdn_ctx *check_ctx(const struct check_tier *tier, int n_threads);
+/* The tiers likewise, each with a context of two threads; for check_contexts_end. */
+int check_contexts(struct check_tier tiers[CHECK_TIERS_MAX], gdn_ctx *contexts[CHECK_TIERS_MAX]);
+void check_contexts_end(gdn_ctx *contexts[CHECK_TIERS_MAX], int n);
 /* Fails unless status is GDN_OK. */
 void check_ok(const char *call, gdn_status status);
+/* Fails unless got is want and the library's text names this. */
+void check_refused(gdn_status got, gdn_status want, const char *name);
 
 /* ---- golden files ---- */
 

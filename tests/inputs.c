@@ -62,6 +62,27 @@ struct inputs_spec inputs_random(struct check_rng *r) {
   return s;
 }
 
+struct inputs_spec inputs_plain(enum inputs_heads heads, enum inputs_gates gates, int n_tokens) {
+  return (struct inputs_spec){.heads = heads,
+                              .gates = gates,
+                              .dim_k = 32,
+                              .dim_v = 32,
+                              .n_seqs = 2,
+                              .n_tokens = n_tokens,
+                              .q = GDN_BF16,
+                              .k = GDN_BF16,
+                              .v = GDN_BF16,
+                              .out = GDN_F32,
+                              .beta = GDN_F32,
+                              .raw = GDN_F32,
+                              .index = GDN_I32,
+                              .state_in = GDN_F32,
+                              .state_out = GDN_F32,
+                              .layout_in = GDN_LAYOUT_VK,
+                              .layout_out = GDN_LAYOUT_VK,
+                              .in_place = 1};
+}
+
 /* ---- arrays ---- */
 
 enum numbers { NORMAL, LOG_DECAY, DECAY, UNIT, WIDE };

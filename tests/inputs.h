@@ -36,6 +36,8 @@ struct inputs {
 
 /* Everything that spec leaves at random; then heads, gates, states and sizes may be set. */
 struct inputs_spec inputs_random(struct check_rng *r);
+/* Two sequences of common types, dense, K = V = 32, one pool of float32 states. */
+struct inputs_spec inputs_plain(enum inputs_heads heads, enum inputs_gates gates, int n_tokens);
 /* Arrays in guarded memory, inputs read-only, and the float64 results. */
 struct inputs *inputs_make(const struct inputs_spec *spec, struct check_rng *r);
 /* The results again, after a change of x->prefill. */

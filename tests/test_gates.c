@@ -34,6 +34,16 @@ static gdn_tensor wide_array(int64_t n_tokens, int n_heads, int32_t dtype, int p
   return (gdn_tensor){data, token_stride, head_stride, dtype, 0};
 }
 
+/* g and beta, dense, of n_tokens tokens. */
+static gdn_gating_args gating_args(const gdn_raw_gates *raw, int64_t n_tokens, int n_heads, float *g, float *beta) {
+  return (gdn_gating_args){.struct_size = sizeof(gdn_gating_args),
+                           .n_tokens = n_tokens,
+                           .n_heads = n_heads,
+                           .raw_gates = *raw,
+                           .g = {.data = g},
+                           .beta = {.data = beta}};
+}
+
 static void relative(const char *what, double got, double want, double limit) {
   if (want == 0 || fabs(want) < 1e-37)
     check_limit(what, fabs(got - want), 1e-37);
@@ -61,12 +71,7 @@ static void gating_agrees_with_float64(void **state) {
     float *g = check_alloc_tight((size_t)(n * n_heads) * 4), *beta = check_alloc_tight((size_t)(n * n_heads) * 4);
     for (int t = 0; t < n_tiers; t++) {
       check_case("gating_%d/%s", i, tiers[t].name);
-      gdn_gating_args args = {.struct_size = sizeof args,
-                              .n_tokens = n,
-                              .n_heads = n_heads,
-                              .raw_gates = raw,
-                              .g = {.data = g},
-                              .beta = {.data = beta}};
+      gdn_gating_args args = gating_args(&raw, n, n_heads, g, beta);
       check_ok("gdn_gating", gdn_gating(contexts[t], &args));
       for (int64_t k = 0; k < n * n_heads; k++) {
         relative("g", g[k], oracle_log_decay(&raw, n_heads, k / n_heads, k % n_heads), LIMIT_G);
@@ -103,12 +108,8 @@ static void extreme_values_give_no_nan(void **state) {
       float a[N * N], biases[N], g[N * N], beta[N * N];
       for (int i = 0; i < N * N; i++) a[i] = values[i / N];
       for (int i = 0; i < N; i++) biases[i] = values[bias];
-      gdn_gating_args args = {.struct_size = sizeof args,
-                              .n_tokens = N,
-                              .n_heads = N,
-                              .raw_gates = {.a = {.data = a}, .b = {.data = a}, .a_log = values, .dt_bias = biases},
-                              .g = {.data = g},
-                              .beta = {.data = beta}};
+      const gdn_raw_gates raw = {.a = {.data = a}, .b = {.data = a}, .a_log = values, .dt_bias = biases};
+      gdn_gating_args args = gating_args(&raw, N, N, g, beta);
       check_ok("gdn_gating", gdn_gating(contexts[t], &args));
       for (int i = 0; i < N * N; i++) {
         float x = values[i / N], rate = values[i % N];
@@ -120,12 +121,8 @@ static void extreme_values_give_no_nan(void **state) {
       }
     }
     float nan = NAN, one = 1, g, beta;
-    gdn_gating_args args = {.struct_size = sizeof args,
-                            .n_tokens = 1,
-                            .n_heads = 1,
-                            .raw_gates = {.a = {.data = &nan}, .b = {.data = &nan}, .a_log = &one},
-                            .g = {.data = &g},
-                            .beta = {.data = &beta}};
+    const gdn_raw_gates raw = {.a = {.data = &nan}, .b = {.data = &nan}, .a_log = &one};
+    gdn_gating_args args = gating_args(&raw, 1, 1, &g, &beta);
     check_ok("gdn_gating", gdn_gating(contexts[t], &args));
     if (!isnan(g) || !isnan(beta)) check_fail("NaN must stay");
   }
@@ -176,12 +173,7 @@ static void fused_gates_give_the_bits_of_gating(void **state) {
         void *out[2], *states[2];
         check_case("fused_%d/%s/call_%d", i, tiers[t].name, call);
         if (call == 2 && s.n_tokens > GDN_DECODE_TOKENS_MAX) continue;
-        gdn_gating_args args = {.struct_size = sizeof args,
-                                .n_tokens = n,
-                                .n_heads = x->n_heads,
-                                .raw_gates = x->prefill.raw_gates,
-                                .g = {.data = g},
-                                .beta = {.data = beta}};
+        gdn_gating_args args = gating_args(&x->prefill.raw_gates, n, x->n_heads, g, beta);
         check_ok("gdn_gating", gdn_gating(contexts[t], &args));
         for (int given = 0; given < 2; given++) {
           gdn_prefill_args p = x->prefill;
@@ -204,29 +196,19 @@ static void fused_gates_give_the_bits_of_gating(void **state) {
   }
 }
 
-static void expect(gdn_status got, gdn_status want, const char *name) {
-  if (got != want || strstr(gdn_last_error(), name) == NULL)
-    check_fail("%s expected with \"%s\", got %s: %s", gdn_status_name(want), name, gdn_status_name(got),
-               gdn_last_error());
-}
-
 static void bad_arguments_are_named(void **state) {
   (void)state;
   static float a[32], out[4][32];
-  const gdn_gating_args good = {.struct_size = sizeof good,
-                                .n_tokens = 4,
-                                .n_heads = 8,
-                                .raw_gates = {.a = {.data = a}, .b = {.data = a}, .a_log = a},
-                                .g = {.data = out[0]},
-                                .beta = {.data = out[1]}};
+  const gdn_raw_gates raw = {.a = {.data = a}, .b = {.data = a}, .a_log = a};
+  const gdn_gating_args good = gating_args(&raw, 4, 8, out[0], out[1]);
   check_case("bad");
-  expect(gdn_gating(NULL, &good), GDN_E_NULL, "ctx");
-  expect(gdn_gating(contexts[0], NULL), GDN_E_NULL, "args");
+  check_refused(gdn_gating(NULL, &good), GDN_E_NULL, "ctx");
+  check_refused(gdn_gating(contexts[0], NULL), GDN_E_NULL, "args");
 #define BAD(status, name, ...)                                                                                         \
   do {                                                                                                                 \
     gdn_gating_args x = good;                                                                                          \
     __VA_ARGS__;                                                                                                       \
-    expect(gdn_gating(contexts[0], &x), status, name);                                                                 \
+    check_refused(gdn_gating(contexts[0], &x), status, name);                                                          \
   } while (0)
   BAD(GDN_E_STRUCT_SIZE, "struct_size", x.struct_size = 3);
   BAD(GDN_E_SIZE, "n_tokens = -1", x.n_tokens = -1);
@@ -251,14 +233,13 @@ static void bad_arguments_are_named(void **state) {
 
 static int prepare(void **state) {
   (void)state;
-  n_tiers = check_tiers(tiers);
-  for (int i = 0; i < n_tiers; i++) contexts[i] = check_ctx(&tiers[i], 2);
+  n_tiers = check_contexts(tiers, contexts);
   return 0;
 }
 
 static int end(void **state) {
   (void)state;
-  for (int i = 0; i < n_tiers; i++) gdn_ctx_destroy(contexts[i]);
+  check_contexts_end(contexts, n_tiers);
   return 0;
 }
 

@@ -38,6 +38,12 @@ static void same(const char *what, const struct inputs *x, const struct result *
   check_same_bits(what, a->states, b->states, a->states_bytes, (size_t)inputs_bytes(x->spec.state_out));
 }
 
+static void prefill(struct inputs *x, gdn_ctx *ctx, int32_t form) {
+  inputs_reset(x);
+  x->prefill.form = form;
+  check_ok("gdn_prefill", gdn_prefill(ctx, &x->prefill));
+}
+
 /* One batch through decode and both forms of prefill. */
 static void run_tier(struct inputs *x, int tier, int with_decode) {
   struct result decoded;
@@ -48,17 +54,13 @@ static void run_tier(struct inputs *x, int tier, int with_decode) {
     decoded = take(x);
     inputs_check(x, LIMIT_RECURRENT, 0);
   }
-  inputs_reset(x);
-  x->prefill.form = GDN_FORM_RECURRENT;
-  check_ok("gdn_prefill", gdn_prefill(ctx, &x->prefill));
+  prefill(x, ctx, GDN_FORM_RECURRENT);
   if (with_decode) {
     struct result prefilled = take(x);
     same("decode and prefill", x, &decoded, &prefilled);
   }
   inputs_check(x, LIMIT_RECURRENT, 0);
-  inputs_reset(x);
-  x->prefill.form = GDN_FORM_CHUNK;
-  check_ok("gdn_prefill", gdn_prefill(ctx, &x->prefill));
+  prefill(x, ctx, GDN_FORM_CHUNK);
   inputs_check(x, LIMIT_CHUNK, tiers[tier].bf16_chunks);
 }
 
@@ -187,34 +189,11 @@ static void paged_calls_give_the_bits_of_unpaged_ones(void **state) {
 
 /* ---- what is refused ---- */
 
-static void expect(gdn_status got, gdn_status want, const char *name) {
-  if (got != want || strstr(gdn_last_error(), name) == NULL)
-    check_fail("%s expected with \"%s\", got %s: %s", gdn_status_name(want), name, gdn_status_name(got),
-               gdn_last_error());
-}
-
 static void combinations_that_do_not_exist_are_refused_by_name(void **state) {
   (void)state;
   gdn_ctx *ctx = contexts[0];
   struct check_rng r = check_case("refused");
-  struct inputs_spec s = {.heads = HEADS_MORE_Q,
-                          .gates = GATES_RAW,
-                          .dim_k = 32,
-                          .dim_v = 32,
-                          .n_seqs = 2,
-                          .n_tokens = 1,
-                          .q = GDN_BF16,
-                          .k = GDN_BF16,
-                          .v = GDN_BF16,
-                          .out = GDN_F32,
-                          .beta = GDN_F32,
-                          .raw = GDN_F32,
-                          .index = GDN_I32,
-                          .state_in = GDN_F32,
-                          .state_out = GDN_F32,
-                          .layout_in = GDN_LAYOUT_VK,
-                          .layout_out = GDN_LAYOUT_VK,
-                          .in_place = 1};
+  struct inputs_spec s = inputs_plain(HEADS_MORE_Q, GATES_RAW, 1);
   struct inputs *x = inputs_make(&s, &r);
   static const float gate[64];
 #define BAD(status, name, ...)                                                                                         \
@@ -222,11 +201,11 @@ static void combinations_that_do_not_exist_are_refused_by_name(void **state) {
     {                                                                                                                  \
       gdn_prefill_args a = x->prefill;                                                                                 \
       __VA_ARGS__;                                                                                                     \
-      expect(gdn_prefill(ctx, &a), status, name);                                                                      \
+      check_refused(gdn_prefill(ctx, &a), status, name);                                                               \
     }                                                                                                                  \
     gdn_decode_args a = x->decode;                                                                                     \
     __VA_ARGS__;                                                                                                       \
-    expect(gdn_decode(ctx, &a), status, name);                                                                         \
+    check_refused(gdn_decode(ctx, &a), status, name);                                                                  \
   } while (0)
   inputs_reset(x);
   BAD(GDN_E_HEADS, "n_heads_q = -1", a.n_heads_q = -1);
@@ -261,14 +240,13 @@ static void combinations_that_do_not_exist_are_refused_by_name(void **state) {
 
 static int prepare(void **state) {
   (void)state;
-  n_tiers = check_tiers(tiers);
-  for (int i = 0; i < n_tiers; i++) contexts[i] = check_ctx(&tiers[i], 2);
+  n_tiers = check_contexts(tiers, contexts);
   return 0;
 }
 
 static int end(void **state) {
   (void)state;
-  for (int i = 0; i < n_tiers; i++) gdn_ctx_destroy(contexts[i]);
+  check_contexts_end(contexts, n_tiers);
   return 0;
 }
 
