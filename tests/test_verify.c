@@ -300,33 +300,10 @@ static void nan_and_infinity_reach_narrow_states(void **state) {
   }
 }
 
-static void expect(gdn_status got, gdn_status want, const char *name) {
-  if (got != want || strstr(gdn_last_error(), name) == NULL)
-    check_fail("%s expected with \"%s\", got %s: %s", gdn_status_name(want), name, gdn_status_name(got),
-               gdn_last_error());
-}
-
 static void bad_arguments_are_named(void **state) {
   (void)state;
   struct check_rng r = check_case("bad");
-  struct inputs_spec s = {.heads = HEADS_EQUAL,
-                          .gates = GATES_LOG,
-                          .dim_k = 32,
-                          .dim_v = 32,
-                          .n_seqs = 2,
-                          .n_tokens = 3,
-                          .q = GDN_BF16,
-                          .k = GDN_BF16,
-                          .v = GDN_BF16,
-                          .out = GDN_F32,
-                          .beta = GDN_F32,
-                          .raw = GDN_F32,
-                          .index = GDN_I32,
-                          .state_in = GDN_F32,
-                          .state_out = GDN_F32,
-                          .layout_in = GDN_LAYOUT_VK,
-                          .layout_out = GDN_LAYOUT_VK,
-                          .in_place = 1};
+  struct inputs_spec s = inputs_plain(HEADS_EQUAL, GATES_LOG, 3);
   struct inputs *x = inputs_make(&s, &r);
   gdn_ctx *ctx = contexts[0];
   inputs_reset(x);
@@ -338,7 +315,7 @@ static void bad_arguments_are_named(void **state) {
   do {                                                                                                                 \
     gdn_decode_args a = x->decode;                                                                                     \
     __VA_ARGS__;                                                                                                       \
-    expect(gdn_decode(ctx, &a), status, name);                                                                         \
+    check_refused(gdn_decode(ctx, &a), status, name);                                                                  \
   } while (0)
 #define POINTS(r) (a.token_states = x->decode.final_state, a.token_states.rows = (r))
   BAD(GDN_E_SIZE, "n_tokens = -1", a.n_tokens = -1);
@@ -359,13 +336,13 @@ static void bad_arguments_are_named(void **state) {
   gdn_paged_args paged = {.struct_size = sizeof paged, .pool = x->decode.initial_state};
   gdn_decode_args d = x->decode;
   d.initial_state = d.final_state = (gdn_states){0};
-  expect(gdn_decode_paged(ctx, &d, &paged), GDN_E_OPTION, "n_tokens = 3");
+  check_refused(gdn_decode_paged(ctx, &d, &paged), GDN_E_OPTION, "n_tokens = 3");
   d.n_tokens = 1;
   d.token_counts = short_counts;
-  expect(gdn_decode_paged(ctx, &d, &paged), GDN_E_OPTION, "token_counts");
+  check_refused(gdn_decode_paged(ctx, &d, &paged), GDN_E_OPTION, "token_counts");
   d.token_counts = NULL;
   d.token_states = x->decode.final_state;
-  expect(gdn_decode_paged(ctx, &d, &paged), GDN_E_OPTION, "token_states");
+  check_refused(gdn_decode_paged(ctx, &d, &paged), GDN_E_OPTION, "token_states");
   if (!check_is_poison(x->out, x->out_bytes)) check_fail("out was written");
   check_same_bits("states", x->pool_out, x->start, x->pool_out_bytes, 4);
   /* The state after the last token and the final state are one. */
@@ -381,14 +358,13 @@ static void bad_arguments_are_named(void **state) {
 
 static int prepare(void **state) {
   (void)state;
-  n_tiers = check_tiers(tiers);
-  for (int i = 0; i < n_tiers; i++) contexts[i] = check_ctx(&tiers[i], 2);
+  n_tiers = check_contexts(tiers, contexts);
   return 0;
 }
 
 static int end(void **state) {
   (void)state;
-  for (int i = 0; i < n_tiers; i++) gdn_ctx_destroy(contexts[i]);
+  check_contexts_end(contexts, n_tiers);
   return 0;
 }
 
