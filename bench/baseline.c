@@ -31,6 +31,43 @@ int64_t batch_state_elems(const struct bench_batch *b) {
   return (int64_t)b->v_heads * b->dim_v * b->dim_k;
 }
 
+gdn_prefill_args batch_prefill_args(const struct bench_batch *b, int32_t form) {
+  return (gdn_prefill_args){.struct_size = sizeof(gdn_prefill_args),
+                            .flags = GDN_L2NORM_QK,
+                            .form = form,
+                            .n_seqs = b->n_seqs,
+                            .n_tokens = b->n_tokens,
+                            .n_heads_k = b->heads,
+                            .n_heads_v = b->v_heads,
+                            .dim_k = b->dim_k,
+                            .dim_v = b->dim_v,
+                            .cu_seqlens = b->cu_seqlens,
+                            .cu_seqlens_dtype = GDN_I32,
+                            .q = {.data = b->q, .dtype = GDN_BF16},
+                            .k = {.data = b->k, .dtype = GDN_BF16},
+                            .v = {.data = b->v, .dtype = GDN_BF16},
+                            .g = {.data = b->g, .dtype = GDN_F32},
+                            .beta = {.data = b->beta, .dtype = GDN_F32},
+                            .out = {.data = b->out, .dtype = GDN_BF16}};
+}
+
+gdn_decode_args batch_decode_args(const struct bench_batch *b) {
+  const gdn_prefill_args a = batch_prefill_args(b, GDN_FORM_DEFAULT);
+  return (gdn_decode_args){.struct_size = sizeof(gdn_decode_args),
+                           .flags = a.flags,
+                           .n_seqs = a.n_seqs,
+                           .n_heads_k = a.n_heads_k,
+                           .n_heads_v = a.n_heads_v,
+                           .dim_k = a.dim_k,
+                           .dim_v = a.dim_v,
+                           .q = a.q,
+                           .k = a.k,
+                           .v = a.v,
+                           .g = a.g,
+                           .beta = a.beta,
+                           .out = a.out};
+}
+
 /* Counts are below 2^31 and widths below 2^28 here, so that only the sum needs a double. */
 static int check_memory(const struct bench_batch *b, bool with_plain_out) {
   double per_token =

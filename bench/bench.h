@@ -88,6 +88,9 @@ int batch_create(struct bench_batch *b, gdn_ctx *ctx, bool with_plain_out);
 void batch_destroy(struct bench_batch *b);
 /* Floats of one sequence's states. */
 int64_t batch_state_elems(const struct bench_batch *b);
+/* A call on the batch, of its n_seqs sequences, without states; decode: of one token each. */
+gdn_prefill_args batch_prefill_args(const struct bench_batch *b, int32_t form);
+gdn_decode_args batch_decode_args(const struct bench_batch *b);
 /* n elements, 64-byte aligned, not yet touched when large; end with free. Null when out of memory. */
 void *bench_alloc(int64_t n, int64_t elem_bytes);
 

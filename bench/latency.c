@@ -133,13 +133,8 @@ static void print_json(const struct point *points, int n_points) {
     json_begin_object(&j, NULL);
     json_int(&j, "threads", points[p].session.info.n_threads);
     for (int i = 0; i < N_CASES; i++) {
-      const struct measure_stats *s = &points[p].cases[i].stats;
       json_begin_object(&j, cases[i].key);
-      json_number(&j, "median_us", s->median_us);
-      json_number(&j, "p10_us", s->p10_us);
-      json_number(&j, "p90_us", s->p90_us);
-      json_int(&j, "runs", s->runs);
-      json_int(&j, "calls_per_run", s->calls_per_run);
+      measure_json(&j, &points[p].cases[i].stats);
       json_end_object(&j);
     }
     json_end_object(&j);
@@ -157,13 +152,9 @@ static int print_text(const struct point *points, int n_points) {
   table_begin(&t, 6, headers);
   for (int i = 0; i < N_CASES; i++) {
     for (int p = 0; p < n_points; p++) {
-      const struct measure_stats *s = &points[p].cases[i].stats;
       table_cell(&t, "%s", cases[i].name);
       table_cell(&t, "%d", points[p].session.info.n_threads);
-      table_cell(&t, "%.2f", s->median_us);
-      table_cell(&t, "%.2f", s->p10_us);
-      table_cell(&t, "%.2f", s->p90_us);
-      table_cell(&t, "%lld", (long long)s->runs);
+      measure_cells(&t, &points[p].cases[i].stats, 2);
     }
   }
   return table_end(&t, stdout) ? BENCH_OK : bench_error("out of memory for the table");

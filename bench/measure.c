@@ -24,6 +24,21 @@ double measure_now_us(void) {
   return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
 }
 
+void measure_json(struct json *j, const struct measure_stats *s) {
+  json_number(j, "median_us", s->median_us);
+  json_number(j, "p10_us", s->p10_us);
+  json_number(j, "p90_us", s->p90_us);
+  json_int(j, "runs", s->runs);
+  json_int(j, "calls_per_run", s->calls_per_run);
+}
+
+void measure_cells(struct table *t, const struct measure_stats *s, int decimals) {
+  table_cell(t, "%.*f", decimals, s->median_us);
+  table_cell(t, "%.*f", decimals, s->p10_us);
+  table_cell(t, "%.*f", decimals, s->p90_us);
+  table_cell(t, "%lld", (long long)s->runs);
+}
+
 static int compare_doubles(const void *a, const void *b) {
   double x = *(const double *)a;
   double y = *(const double *)b;

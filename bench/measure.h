@@ -5,6 +5,8 @@
 
 #include <stdint.h>
 
+#include "report.h"
+
 struct measure_stats {
   double median_us, p10_us, p90_us; /* of one call */
   int64_t runs;                     /* timed samples */
@@ -19,6 +21,10 @@ struct measure_case {
 };
 
 double measure_now_us(void);
+
+/* Its members; and its cells median, p10, p90, runs. */
+void measure_json(struct json *j, const struct measure_stats *s);
+void measure_cells(struct table *t, const struct measure_stats *s, int decimals);
 
 /* One line on stderr that replaces the last one, if stderr is a terminal. */
 __attribute__((format(printf, 1, 2))) void measure_progress(const char *format, ...);

@@ -89,40 +89,19 @@ static gdn_paged_args pool_of(const struct paged *p, const gdn_page_table *table
 
 static gdn_prefill_args prefill_args(const struct paged *p, const struct bench_batch *b, int64_t n_seqs,
                                      int64_t n_tokens, const int64_t *cu) {
-  return (gdn_prefill_args){.struct_size = sizeof(gdn_prefill_args),
-                            .flags = GDN_L2NORM_QK,
-                            .form = p->options->form,
-                            .n_seqs = n_seqs,
-                            .n_tokens = n_tokens,
-                            .n_heads_k = b->heads,
-                            .n_heads_v = b->v_heads,
-                            .dim_k = b->dim_k,
-                            .dim_v = b->dim_v,
-                            .cu_seqlens = cu,
-                            .cu_seqlens_dtype = GDN_I64,
-                            .q = {.data = b->q, .dtype = GDN_BF16},
-                            .k = {.data = b->k, .dtype = GDN_BF16},
-                            .v = {.data = b->v, .dtype = GDN_BF16},
-                            .g = {.data = b->g, .dtype = GDN_F32},
-                            .beta = {.data = b->beta, .dtype = GDN_F32},
-                            .out = {.data = b->out, .dtype = GDN_BF16}};
+  gdn_prefill_args a = batch_prefill_args(b, p->options->form);
+  a.n_seqs = n_seqs;
+  a.n_tokens = n_tokens;
+  a.cu_seqlens = cu;
+  a.cu_seqlens_dtype = GDN_I64;
+  return a;
 }
 
 static gdn_decode_args decode_args(const struct paged *p, uint16_t *out) {
-  const struct bench_batch *b = &p->step;
-  return (gdn_decode_args){.struct_size = sizeof(gdn_decode_args),
-                           .flags = GDN_L2NORM_QK,
-                           .n_seqs = p->n_requests,
-                           .n_heads_k = b->heads,
-                           .n_heads_v = b->v_heads,
-                           .dim_k = b->dim_k,
-                           .dim_v = b->dim_v,
-                           .q = {.data = b->q, .dtype = GDN_BF16},
-                           .k = {.data = b->k, .dtype = GDN_BF16},
-                           .v = {.data = b->v, .dtype = GDN_BF16},
-                           .g = {.data = b->g, .dtype = GDN_F32},
-                           .beta = {.data = b->beta, .dtype = GDN_F32},
-                           .out = {.data = out, .dtype = GDN_BF16}};
+  gdn_decode_args a = batch_decode_args(&p->step);
+  a.n_seqs = p->n_requests;
+  a.out.data = out;
+  return a;
 }
 
 static gdn_states rows_of(const struct paged *p, const int64_t *rows) {
@@ -423,11 +402,7 @@ static double slots_share(const struct paged *p) {
 
 static void case_json(struct json *j, const char *key, const struct measure_stats *s) {
   json_begin_object(j, key);
-  json_number(j, "median_us", s->median_us);
-  json_number(j, "p10_us", s->p10_us);
-  json_number(j, "p90_us", s->p90_us);
-  json_int(j, "runs", s->runs);
-  json_int(j, "calls_per_run", s->calls_per_run);
+  measure_json(j, s);
   json_end_object(j);
 }
 
@@ -490,12 +465,8 @@ static int print_text(const struct paged *p) {
   struct table t;
   table_begin(&t, 5, headers);
   for (int i = 0; i < N_CASES; i++) {
-    const struct measure_stats *s = &p->cases[i].stats;
     table_cell(&t, "%s", names[i]);
-    table_cell(&t, "%.1f", s->median_us);
-    table_cell(&t, "%.1f", s->p10_us);
-    table_cell(&t, "%.1f", s->p90_us);
-    table_cell(&t, "%lld", (long long)s->runs);
+    measure_cells(&t, &p->cases[i].stats, 1);
   }
   bool complete = table_end(&t, stdout);
   printf("\nspeedup %.2f, results %s, states %.1f MB reused, %.1f MB recomputed\n"

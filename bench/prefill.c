@@ -146,26 +146,9 @@ static int call_run(void *arg) {
 }
 
 static struct call make_call(const struct bench_batch *b, gdn_ctx *ctx, int32_t form, int32_t schedule) {
-  struct call c = {.ctx = ctx,
-                   .args = {.struct_size = sizeof c.args,
-                            .flags = GDN_L2NORM_QK,
-                            .form = form,
-                            .schedule = schedule,
-                            .n_seqs = b->n_seqs,
-                            .n_tokens = b->n_tokens,
-                            .n_heads_k = b->heads,
-                            .n_heads_v = b->v_heads,
-                            .dim_k = b->dim_k,
-                            .dim_v = b->dim_v,
-                            .cu_seqlens = b->cu_seqlens,
-                            .cu_seqlens_dtype = GDN_I32,
-                            .q = {.data = b->q, .dtype = GDN_BF16},
-                            .k = {.data = b->k, .dtype = GDN_BF16},
-                            .v = {.data = b->v, .dtype = GDN_BF16},
-                            .g = {.data = b->g, .dtype = GDN_F32},
-                            .beta = {.data = b->beta, .dtype = GDN_F32},
-                            .out = {.data = b->out, .dtype = GDN_BF16},
-                            .final_state = {.data = b->states, .n_rows = b->n_seqs, .dtype = GDN_F32}}};
+  struct call c = {.ctx = ctx, .args = batch_prefill_args(b, form)};
+  c.args.schedule = schedule;
+  c.args.final_state = (gdn_states){.data = b->states, .n_rows = b->n_seqs, .dtype = GDN_F32};
   return c;
 }
 
@@ -286,11 +269,7 @@ static int measure(struct prefill *p) {
 
 static void stats_json(struct json *j, const struct prefill *p, int which) {
   const struct measure_stats *s = &p->cases[which].stats;
-  json_number(j, "median_us", s->median_us);
-  json_number(j, "p10_us", s->p10_us);
-  json_number(j, "p90_us", s->p90_us);
-  json_int(j, "runs", s->runs);
-  json_int(j, "calls_per_run", s->calls_per_run);
+  measure_json(j, s);
   if (which != CASE_PRODUCTS) {
     json_number(j, "tokens_per_s", (double)p->batch.n_tokens / s->median_us * 1e6);
     json_number(j, "efficiency", limit_us(p) / s->median_us);
@@ -389,10 +368,7 @@ static void table_row(struct table *t, const struct prefill *p, int which, const
   const struct measure_stats *s = &p->cases[which].stats;
   char grouped[32];
   table_cell(t, "%s", name);
-  table_cell(t, "%.1f", s->median_us);
-  table_cell(t, "%.1f", s->p10_us);
-  table_cell(t, "%.1f", s->p90_us);
-  table_cell(t, "%lld", (long long)s->runs);
+  measure_cells(t, s, 1);
   table_cell(t, "%s", report_grouped((int64_t)((double)p->batch.n_tokens / s->median_us * 1e6), grouped));
   table_cell(t, "%.3f", limit_us(p) / s->median_us);
 }
