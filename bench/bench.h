@@ -43,6 +43,7 @@ int bench_prefill(const struct bench_options *o);
 int bench_decode(const struct bench_options *o);
 int bench_paged(const struct bench_options *o);
 int bench_latency(const struct bench_options *o);
+int bench_products(const struct bench_options *o);
 int bench_info(const struct bench_options *o);
 
 /* Prints "gdn-bench: ..." to stderr and returns BENCH_UNABLE. */

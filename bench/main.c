@@ -64,7 +64,9 @@ struct option {
 #define OPTIONS_SHAPE                                                                                                  \
   {"heads", OPTION_COUNT, FIELD(heads), 4096, NULL, "H", "q and k heads; default 16"},                                 \
       {"v-heads", OPTION_COUNT, FIELD(v_heads), 4096, NULL, "HV", "value heads, a multiple of H; default 32"},         \
-      {"dim-k", OPTION_COUNT, FIELD(dim_k), 256, NULL, "K", "size of a q and k row, a multiple of 32; default 128"},   \
+      OPTIONS_DIMS
+#define OPTIONS_DIMS                                                                                                   \
+  {"dim-k", OPTION_COUNT, FIELD(dim_k), 256, NULL, "K", "size of a q and k row, a multiple of 32; default 128"},       \
       {"dim-v", OPTION_COUNT, FIELD(dim_v), 256, NULL, "V", "size of a v row, a multiple of 32; default 128"}, {       \
     "seconds", OPTION_SECONDS, FIELD(seconds), 3600, NULL, "S", "time to spend on runs, at least 5; default 2"         \
   }
@@ -106,6 +108,7 @@ static const struct option latency_options[] = {
     {"seconds", OPTION_SECONDS, FIELD(seconds), 3600, NULL, "S", "time to spend on runs; default 2"},
     OPTIONS_COMMON,
     OPTIONS_END};
+static const struct option products_options[] = {OPTIONS_DIMS, OPTIONS_COMMON, OPTIONS_END};
 static const struct option info_options[] = {OPTIONS_COMMON, OPTIONS_END};
 
 struct command {
@@ -139,6 +142,10 @@ static const struct command commands[] = {
     {"latency", NULL, latency_options, bench_latency, "time calls without work: checks, hand-over, waking the workers",
      "Figures are of one call, taken in rows of 100, but for those with workers asleep, where each call comes 1 ms\n"
      "after the last. Without --threads, for one worker and for all."},
+    {"products", NULL, products_options, bench_products, "time tile products against those of libxsmm",
+     "Of the tier amx, on one worker. A panel is 32 columns of V, as the chunk form multiplies them; libxsmm takes "
+     "them\n"
+     "from 2.0 on."},
     {"info", NULL, info_options, bench_info, "tell processor, tiers, chosen tier, threads and versions", NULL},
 };
 

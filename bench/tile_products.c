@@ -108,3 +108,24 @@ void tile_products_chunk(int n, int dim_k, int dim_v, int group, char *operands)
       head_v(&o, n, dim_k, dim_v);
   }
 }
+
+static ALWAYS_INLINE void whole(int m, int n, const int k, const int accumulate, const char *a, const char *b,
+                                float *c) {
+  for (int j = 0; j < n / 32; j++)
+    for (int i = 0; i < m / 32; i++) {
+      float *block = c + ((int64_t)j * (m / 32) + i) * 1024;
+      multiply(a + (int64_t)i * 64 * k, 2 * k, b + (int64_t)j * 64 * k, 2, 1, k / 32, accumulate ? block : NULL, block);
+    }
+}
+
+/* Lengths as constants where the kernels have them so. */
+void tile_products_whole(int m, int n, int k, int accumulate, const char *a, const char *b, float *c) {
+  if (k == 32 && accumulate)
+    whole(m, n, 32, 1, a, b, c);
+  else if (k == 64 && !accumulate)
+    whole(m, n, 64, 0, a, b, c);
+  else if (k == 128 && !accumulate)
+    whole(m, n, 128, 0, a, b, c);
+  else
+    whole(m, n, k, accumulate, a, b, c);
+}

@@ -68,7 +68,7 @@ expect 2 'unknown command ""' ''
 expect 2 'unknown command "frobnicate"' frobnicate
 expect 0 'commands:' --help
 expect 0 'gdn-bench ' --version
-for command in run prefill decode paged latency info; do
+for command in run prefill decode paged latency products info; do
   expect 0 "usage: gdn-bench $command" "$command" --help
   expect 2 'unknown option --frobnicate' "$command" --frobnicate
   expect 2 'expected one of ref, avx2, avx512' "$command" --isa sse9
@@ -87,6 +87,7 @@ expect 2 'GDN_E_HEADS' prefill --lens 8 --heads 3 --v-heads 4
 expect 2 'GDN_E_HEADS' decode --batch 1 --heads 3 --v-heads 4
 expect 2 'the machine has' decode --batch 16777216 --v-heads 4096 --dim-k 256 --dim-v 256
 expect 2 'expected seconds' prefill --seconds nan
+expect 2 'tile products' products --isa ref
 export GDN_ISA=ref
 expect 2 'not available' info --isa avx2
 export GDN_ISA=nonsense
