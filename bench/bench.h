@@ -24,7 +24,8 @@ struct bench_options {
   int32_t schedule; /* GDN_SCHEDULE_* */
   int32_t versus;   /* GDN_ISA_* of a tier to be timed beside; 0 = none */
   int64_t threads;
-  const char *cpus; /* null = those of the affinity mask */
+  const char *cpus;           /* null = those of the affinity mask */
+  const char *first, *second; /* cpus of the contexts of halves; null = halves of cpus */
   double seconds;
   const char *lens;
   int64_t batch;
@@ -44,6 +45,7 @@ int bench_decode(const struct bench_options *o);
 int bench_paged(const struct bench_options *o);
 int bench_latency(const struct bench_options *o);
 int bench_products(const struct bench_options *o);
+int bench_halves(const struct bench_options *o);
 int bench_info(const struct bench_options *o);
 
 /* Prints "gdn-bench: ..." to stderr and returns BENCH_UNABLE. */
@@ -92,6 +94,14 @@ int64_t batch_state_elems(const struct bench_batch *b);
 /* A call on the batch, of its n_seqs sequences, without states; decode: of one token each. */
 gdn_prefill_args batch_prefill_args(const struct bench_batch *b, int32_t form);
 gdn_decode_args batch_decode_args(const struct bench_batch *b);
+/* Sets n_seqs, n_tokens and cu_seqlens from "4096", "512x8" or "37,64,100" (prefill.c). */
+int bench_parse_lens(const char *lens, struct bench_batch *b);
+/* Calls on b: prefill from nothing (prefill.c), and what the decode command times (decode.c). */
+gdn_prefill_args bench_prefill_args(const struct bench_batch *b, int32_t form, int32_t schedule);
+gdn_decode_args bench_decode_args(const struct bench_batch *b, const struct bench_options *o);
+/* A loop x[i] *= factor over n elements as the compiler makes it for a tier (decode.c). */
+typedef void (*bench_scale_fn)(float *x, int64_t n, float factor);
+bench_scale_fn bench_scale_for(const char *isa);
 /* n elements, 64-byte aligned, not yet touched when large; end with free. Null when out of memory. */
 void *bench_alloc(int64_t n, int64_t elem_bytes);
 

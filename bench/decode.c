@@ -24,7 +24,7 @@ struct sweep {
   gdn_ctx *ctx;
   float *states;
   int64_t n_blocks, block_elems;
-  void (*scale)(float *x, int64_t n, float factor);
+  bench_scale_fn scale;
   float factor; /* 1, which the compiler does not know: states keep their values */
   atomic_llong next;
 };
@@ -45,6 +45,12 @@ BENCH_TARGET_AVX2 static void scale_avx2(float *x, int64_t n, float factor) {
 
 BENCH_TARGET_AVX512 static void scale_avx512(float *x, int64_t n, float factor) {
   scale(x, n, factor);
+}
+
+bench_scale_fn bench_scale_for(const char *isa) {
+  static const bench_scale_fn scales[] = {
+      [BENCH_SSE2] = scale_sse2, [BENCH_AVX2] = scale_avx2, [BENCH_AVX512] = scale_avx512};
+  return scales[bench_vectors_for(isa)];
 }
 
 static void sweep_worker(void *arg, int32_t worker, int32_t n_workers) {
@@ -107,14 +113,12 @@ static void narrow_states(struct decode *d) {
 }
 
 static void make_sweep(struct decode *d) {
-  static void (*const scales[])(float *, int64_t, float) = {
-      [BENCH_SSE2] = scale_sse2, [BENCH_AVX2] = scale_avx2, [BENCH_AVX512] = scale_avx512};
   struct sweep *s = &d->sweep;
   s->ctx = d->session.ctx;
   s->states = d->batch.states;
   s->block_elems = 32 * (int64_t)d->batch.dim_k;
   s->n_blocks = state_bytes(d) / (int64_t)sizeof(float) / s->block_elems;
-  s->scale = scales[bench_vectors_for(d->session.info.isa)];
+  s->scale = bench_scale_for(d->session.info.isa);
   s->factor = 1.0f;
 }
 
@@ -124,9 +128,7 @@ static void use_raw_gates(gdn_decode_args *args) {
   args->g.data = args->beta.data = NULL;
 }
 
-static void make_calls(struct decode *d) {
-  const struct bench_batch *b = &d->batch;
-  const struct bench_options *o = d->options;
+gdn_decode_args bench_decode_args(const struct bench_batch *b, const struct bench_options *o) {
   const gdn_states pool = {.data = b->states, .n_rows = b->n_seqs, .dtype = o->state, .layout = o->layout};
   gdn_decode_args args = {.struct_size = sizeof args,
                           .flags = GDN_L2NORM_QK,
@@ -147,6 +149,12 @@ static void make_calls(struct decode *d) {
   if (o->raw_gates) {
     use_raw_gates(&args);
   }
+  return args;
+}
+
+static void make_calls(struct decode *d) {
+  const struct bench_options *o = d->options;
+  const gdn_decode_args args = bench_decode_args(&d->batch, o);
   for (int i = 0; i < N_CASES; i++) {
     d->calls[i] = (struct call){.ctx = d->session.ctx, .args = args};
   }

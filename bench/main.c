@@ -109,6 +109,17 @@ static const struct option latency_options[] = {
     OPTIONS_COMMON,
     OPTIONS_END};
 static const struct option products_options[] = {OPTIONS_DIMS, OPTIONS_COMMON, OPTIONS_END};
+static const struct option halves_options[] = {
+    {"first", OPTION_TEXT, FIELD(first), 0, NULL, "LIST", "cpus of one context; default half the cores"},
+    {"second", OPTION_TEXT, FIELD(second), 0, NULL, "LIST", "cpus of the other; default the other half"},
+    {"lens", OPTION_TEXT, FIELD(lens), 0, NULL, "LENS", "sequences of prefill: 4096, or 512x8, or 37,64,100"},
+    {"batch", OPTION_COUNT, FIELD(batch), 1 << 24, NULL, "B", "sequences of decode; default 64"},
+    OPTIONS_SHAPE,
+    OPTION_FORM,
+    {"schedule", OPTION_CHOICE, FIELD(schedule), 0, schedule_choices, "SCHEDULE",
+     "lanes or windows, of the chunk form"},
+    OPTIONS_COMMON,
+    OPTIONS_END};
 static const struct option info_options[] = {OPTIONS_COMMON, OPTIONS_END};
 
 struct command {
@@ -146,6 +157,13 @@ static const struct command commands[] = {
      "Of the tier amx, on one worker. A panel is 32 columns of V, as the chunk form multiplies them; libxsmm takes "
      "them\n"
      "from 2.0 on."},
+    {"halves", NULL, halves_options, bench_halves, "time two contexts side by side against each alone",
+     "ratio is the throughput of both contexts at once over the sum of each alone: rounds of first alone, second "
+     "alone,\n"
+     "both, each 20 ms or a call long, and of the rounds' ratios the median. Each context has a calling thread of its\n"
+     "own, which may run anywhere. Controls say what the machine gives: the same workers without calls between, each\n"
+     "on products of its own (tiles or f32) or sweeping its part of the states; of_control is a call's ratio over its\n"
+     "control's. --threads and --cpus are of both contexts together."},
     {"info", NULL, info_options, bench_info, "tell processor, tiers, chosen tier, threads and versions", NULL},
 };
 

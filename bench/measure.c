@@ -53,6 +53,14 @@ static double percentile(const double *sorted, int64_t n, double fraction) {
   return sorted[below] + (rank - (double)below) * (sorted[above] - sorted[below]);
 }
 
+struct measure_stats measure_percentiles(double *values, int64_t n) {
+  qsort(values, (size_t)n, sizeof *values, compare_doubles);
+  return (struct measure_stats){.median_us = percentile(values, n, 0.5),
+                                .p10_us = percentile(values, n, 0.1),
+                                .p90_us = percentile(values, n, 0.9),
+                                .runs = n};
+}
+
 static int time_calls(const struct measure_case *c, int64_t n_calls, double *call_us) {
   double start = measure_now_us();
   for (int64_t i = 0; i < n_calls; i++) {
@@ -141,12 +149,9 @@ int measure_interleaved(struct measure_case *cases, int n_cases, double seconds,
     if (!cases[i].run) {
       continue;
     }
-    double *sorted = samples + (int64_t)i * RUNS_MAX;
-    qsort(sorted, (size_t)n_runs, sizeof *sorted, compare_doubles);
-    cases[i].stats.runs = n_runs;
-    cases[i].stats.median_us = percentile(sorted, n_runs, 0.5);
-    cases[i].stats.p10_us = percentile(sorted, n_runs, 0.1);
-    cases[i].stats.p90_us = percentile(sorted, n_runs, 0.9);
+    const int64_t calls_per_run = cases[i].stats.calls_per_run;
+    cases[i].stats = measure_percentiles(samples + (int64_t)i * RUNS_MAX, n_runs);
+    cases[i].stats.calls_per_run = calls_per_run;
   }
   free(samples);
   return status;

@@ -21,6 +21,8 @@ struct measure_case {
 };
 
 double measure_now_us(void);
+/* Of n values, which it sorts: median_us, p10_us and p90_us, whatever they count. */
+struct measure_stats measure_percentiles(double *values, int64_t n);
 
 /* Its members; and its cells median, p10, p90, runs. */
 void measure_json(struct json *j, const struct measure_stats *s);

@@ -56,7 +56,7 @@ static int walk_lens(const char *lens, int32_t *cu_seqlens, int64_t *n_seqs, int
   return bench_error("--lens %s: expected lengths such as 4096, 512x8 or 37,64,100", lens);
 }
 
-static int parse_lens(const char *lens, struct bench_batch *b) {
+int bench_parse_lens(const char *lens, struct bench_batch *b) {
   int status = walk_lens(lens, NULL, &b->n_seqs, &b->n_tokens);
   if (status != BENCH_OK) {
     return status;
@@ -145,11 +145,15 @@ static int call_run(void *arg) {
   return bench_check(gdn_prefill(c->ctx, &c->args), "gdn_prefill");
 }
 
+gdn_prefill_args bench_prefill_args(const struct bench_batch *b, int32_t form, int32_t schedule) {
+  gdn_prefill_args args = batch_prefill_args(b, form);
+  args.schedule = schedule;
+  args.final_state = (gdn_states){.data = b->states, .n_rows = b->n_seqs, .dtype = GDN_F32};
+  return args;
+}
+
 static struct call make_call(const struct bench_batch *b, gdn_ctx *ctx, int32_t form, int32_t schedule) {
-  struct call c = {.ctx = ctx, .args = batch_prefill_args(b, form)};
-  c.args.schedule = schedule;
-  c.args.final_state = (gdn_states){.data = b->states, .n_rows = b->n_seqs, .dtype = GDN_F32};
-  return c;
+  return (struct call){.ctx = ctx, .args = bench_prefill_args(b, form, schedule)};
 }
 
 /* ---- one measurement and its report ---- */
@@ -205,7 +209,7 @@ static int compare_plain(struct prefill *p) {
 static int prepare(struct prefill *p) {
   const struct bench_options *o = p->options;
   struct bench_batch *b = &p->batch;
-  int status = parse_lens(o->lens, b);
+  int status = bench_parse_lens(o->lens, b);
   if (status == BENCH_OK) {
     status = bench_open(o, &p->session);
   }

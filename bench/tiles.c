@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "kernels/kernels.h"
+#include "measure.h"
 
 static int64_t chunk_count(const struct bench_batch *b, int64_t seq) {
   return (b->cu_seqlens[seq + 1] - b->cu_seqlens[seq] + GDN_CHUNK - 1) / GDN_CHUNK;
@@ -102,6 +103,19 @@ int tiles_products_run(void *arg) {
   return bench_check(gdn_ctx_run(t->ctx, products_worker, t), "gdn_ctx_run");
 }
 
+int64_t tiles_chunks_until(struct tiles *t, int worker, double end_us) {
+  const struct bench_batch *b = t->batch;
+  int64_t n = 0;
+  tile_products_begin();
+  do {
+    tile_products_chunk(GDN_CHUNK, b->dim_k, b->dim_v, b->v_heads / b->heads,
+                        t->operands + (size_t)worker * OPERAND_BYTES);
+    n++;
+  } while (measure_now_us() < end_us);
+  tile_products_end();
+  return n;
+}
+
 static void peak_worker(void *arg, int32_t worker, int32_t n_workers) {
   const struct tiles *t = arg;
   (void)n_workers;
@@ -133,6 +147,11 @@ void tiles_destroy(struct tiles *t) {
 int tiles_products_run(void *arg) {
   (void)arg;
   return BENCH_UNABLE;
+}
+
+int64_t tiles_chunks_until(struct tiles *t, int worker, double end_us) {
+  (void)t, (void)worker, (void)end_us;
+  return 0;
 }
 
 int tiles_peak_run(void *arg) {

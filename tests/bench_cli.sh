@@ -62,13 +62,18 @@ copy_case() {
   chmod -R u+w "$work/$1"
 }
 
+# A cpu that may be used, another one if there is.
+cpu=$(sed -n 's/^Cpus_allowed_list:[^0-9]*\([0-9]*\).*/\1/p' /proc/self/status 2>/dev/null)
+cpu=${cpu:-0}
+other=$(sed -n 's/^Cpus_allowed_list:[^0-9]*[0-9]*[-,]\([0-9]*\).*/\1/p' /proc/self/status 2>/dev/null)
+
 # ---- usage ----
 expect 2 'usage'
 expect 2 'unknown command ""' ''
 expect 2 'unknown command "frobnicate"' frobnicate
 expect 0 'commands:' --help
 expect 0 'gdn-bench ' --version
-for command in run prefill decode paged latency products info; do
+for command in run prefill decode paged latency products halves info; do
   expect 0 "usage: gdn-bench $command" "$command" --help
   expect 2 'unknown option --frobnicate' "$command" --frobnicate
   expect 2 'expected one of ref, avx2, avx512' "$command" --isa sse9
@@ -88,6 +93,11 @@ expect 2 'GDN_E_HEADS' decode --batch 1 --heads 3 --v-heads 4
 expect 2 'the machine has' decode --batch 16777216 --v-heads 4096 --dim-k 256 --dim-v 256
 expect 2 'expected seconds' prefill --seconds nan
 expect 2 'tile products' products --isa ref
+expect 2 'go together' halves --first 0
+expect 2 'share cpu 1' halves --first 0-1 --second 1,2
+expect 2 'need two' halves --threads 1
+expect 2 'expected numbers and ranges' halves --first x --second 1
+expect 2 'halves of the cores' halves --cpus "$cpu"
 export GDN_ISA=ref
 expect 2 'not available' info --isa avx2
 export GDN_ISA=nonsense
@@ -126,6 +136,15 @@ small='--heads 1 --v-heads 2 --dim-k 32 --dim-v 64 --seconds 0.05'
     paged --requests 2 --prefix 9 --suffix 1 --steps 1 --form chunk $small
   expect 0 'bitwise equal' paged --requests 2 --prefix 300 --page-size 128 $small
   expect 2 'page_size = 100' paged --page-size 100 $small
+  if [ -n "$other" ]; then
+    expect_json 'd["first"] == "'"$cpu"'" and d["second_threads"] == 1 and d["rounds"] >= 5
+      and all(d["works"][w]["ratio_p10"] <= d["works"][w]["ratio"] <= d["works"][w]["ratio_p90"]
+              and d["works"][w][s][c] > 0 for w in ("prefill", "products", "decode", "sweep")
+              for s in ("first", "second") for c in ("alone_per_s", "beside_per_s"))
+      and d["works"]["prefill"]["of_control"] > 0 and "of_control" not in d["works"]["sweep"]' \
+      halves --first "$cpu" --second "$other" --lens 70,64 --batch 3 $small
+    expect 0 'of control' halves --first "$cpu" --second "$other" --lens 9 --batch 1 $small
+  fi
   expect 0 'efficiency' prefill --lens 9 $small
   expect 0 'efficiency' decode --batch 2 $small
 }
