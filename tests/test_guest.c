@@ -555,6 +555,65 @@ static int main_without_affinity(void) {
   return main_with_placement("affinity mask hidden", 0, 1);
 }
 
+/* The machine's cpus as hwloc would see them on another: "smt" as pairs of one core, "nodes" as two NUMA nodes. */
+static int main_with_synthetic_topology(int smt) {
+  const int n = n_cpus();
+  char all[64];
+  gdn_ctx_args args = {.struct_size = sizeof args};
+  gdn_ctx *ctx = NULL;
+  snprintf(all, sizeof all, "0-%d", n - 1);
+  if (smt) { /* a worker on the first unit of every core, then on the second ones */
+    if (main_with_placement(n == 2 ? "0" : "0,2", 1, n / 2) != 0) return 11;
+    args.n_threads = n;
+    if (gdn->ctx_create(&args, &ctx) != GDN_OK || strcmp(info_of(ctx).placement, all) != 0) return 12;
+    gdn->ctx_run(ctx, tell_cpus, NULL);
+    for (int i = 0; i < n && i < MAX_WORKERS; i++)
+      if (CPU_COUNT(&worker_cpus[i]) != 1 || !CPU_ISSET(2 * i % n + 2 * i / n, &worker_cpus[i])) return 13;
+    gdn->ctx_destroy(ctx);
+    return 0;
+  }
+  args.place = GDN_PLACE_NUMA_NODE;
+  for (args.numa_node = 0; args.numa_node < 2; args.numa_node++) {
+    if (gdn->ctx_create(&args, &ctx) != GDN_OK || info_of(ctx).n_threads != n / 2) return 14;
+    gdn->ctx_run(ctx, tell_cpus, NULL);
+    for (int i = 0; i < n / 2 && i < MAX_WORKERS; i++)
+      if (CPU_COUNT(&worker_cpus[i]) != 1 || !CPU_ISSET(args.numa_node * n / 2 + i, &worker_cpus[i])) return 15;
+    gdn->ctx_destroy(ctx);
+  }
+  return gdn->ctx_create(&args, &ctx) == GDN_E_CPUS ? 0 : 16;
+}
+
+/* A file of text in the place of path, for this process only. */
+static int replace_file(const char *path, const char *text) {
+  char name[] = "/tmp/gdn_guest_XXXXXX";
+  const int fd = mkstemp(name);
+  if (fd < 0) return 0;
+  const int written = write(fd, text, strlen(text)) == (ssize_t)strlen(text) && mount(name, path, "", MS_BIND, "") == 0;
+  close(fd);
+  unlink(name);
+  return written;
+}
+
+/* A quota of half a core, as the kernel would tell it. */
+static int main_under_quota(void) {
+  char root[] = "/tmp/gdn_quota_XXXXXX", path[64], mounts[128];
+  if (unshare(CLONE_NEWNS) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return EXIT_SKIP;
+  if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 || !mkdtemp(root)) return EXIT_SKIP;
+  snprintf(path, sizeof path, "%s/cpu.max", root);
+  snprintf(mounts, sizeof mounts, "31 23 0:26 / %s rw - cgroup2 cgroup2 rw\n", root);
+  FILE *file = fopen(path, "w");
+  int status = EXIT_SKIP;
+  if (file) {
+    fputs("50000 100000\n", file);
+    fclose(file);
+    if (replace_file("/proc/self/cgroup", "0::/\n") && replace_file("/proc/self/mountinfo", mounts))
+      status = main_with_placement("", 1, 1);
+  }
+  unlink(path);
+  rmdir(root);
+  return status;
+}
+
 static int main_without_sys(void) {
   if (unshare(CLONE_NEWNS) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0) return EXIT_SKIP;
   if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 || mount("none", "/sys", "tmpfs", 0, NULL) != 0)
@@ -597,6 +656,27 @@ static void hidden_topology_counts_cpus_as_cores(void **state) {
   (void)state;
   check_role("no-sys", NULL, NULL, "/sys hidden");
   check_role("foreign-topology", "HWLOC_SYNTHETIC", "core:64 pu:2", "topology of another machine");
+}
+
+static void cores_and_nodes_of_another_machine_are_used_as_such(void **state) {
+  (void)state;
+  char synthetic[64];
+  const int n = n_cpus();
+  if (n % 2 != 0 || nth_cpu(n - 1) != n - 1) {
+    check_skip("workers by core and by NUMA node", "the cpus are not 0 .. n - 1, n even");
+    return;
+  }
+  setenv("HWLOC_THISSYSTEM", "1", 1);
+  snprintf(synthetic, sizeof synthetic, "core:%d pu:2", n / 2);
+  check_role("smt", "HWLOC_SYNTHETIC", synthetic, "two units a core");
+  snprintf(synthetic, sizeof synthetic, "pack:2 [numa] core:%d pu:1", n / 2);
+  check_role("nodes", "HWLOC_SYNTHETIC", synthetic, "two NUMA nodes");
+  unsetenv("HWLOC_THISSYSTEM");
+}
+
+static void cpu_quota_bounds_the_workers(void **state) {
+  (void)state;
+  check_role("quota", NULL, NULL, "a cgroup's cpu quota");
 }
 
 /* ---- latency and idleness ---- */
@@ -686,6 +766,8 @@ static int run_as(const char *role) {
   if (!strcmp(role, "no-binding")) return main_without_binding();
   if (!strcmp(role, "no-affinity")) return main_without_affinity();
   if (!strcmp(role, "no-sys")) return main_without_sys();
+  if (!strcmp(role, "smt") || !strcmp(role, "nodes")) return main_with_synthetic_topology(!strcmp(role, "smt"));
+  if (!strcmp(role, "quota")) return main_under_quota();
   if (!strcmp(role, "foreign-topology")) return main_with_placement("every cpu counts as a core", 1, n_cpus());
   return 98;
 }
@@ -708,6 +790,8 @@ int main(int argc, char **argv) {
       cmocka_unit_test(unpinned_workers_stay_in_their_place),
       cmocka_unit_test(refused_binding_runs_unbound_and_says_so),
       cmocka_unit_test(hidden_topology_counts_cpus_as_cores),
+      cmocka_unit_test(cores_and_nodes_of_another_machine_are_used_as_such),
+      cmocka_unit_test(cpu_quota_bounds_the_workers),
       cmocka_unit_test(environment_and_descriptors_are_unchanged),
       cmocka_unit_test(idle_context_uses_no_cpu),
       cmocka_unit_test(back_to_back_calls_wake_nobody),
