@@ -43,10 +43,11 @@ static void carve_worker(struct gdn_carver *c, const struct gdn_prefill_job *job
   struct gdn_chunk *k = &w->chunk;
   *k = (struct gdn_chunk){
       .dim_k = b->dim_k, .dim_v = b->dim_v, .l2norm = b->l2norm, .scale = b->scale, .eps = b->eps, .gemms = job->gemms};
+  k->hot = gdn_carve(c, GDN_HOT_BYTES);
   k->kk = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
   k->qk = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
   k->l = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
-  k->resid = gdn_carve(c, (size_t)vv * 6);
+  k->resid = gdn_carve_floats(c, vv);
   k->inter = gdn_carve_floats(c, vv);
   k->delta = gdn_carve_floats(c, vv);
   k->delta_f32 = k->delta;
@@ -147,6 +148,7 @@ static void carry_state(const struct gdn_prefill_job *job, const struct worker_s
     else
       kernels->chunk_state(k, c->col, c->n_cols);
     carried = n_at == k->n;
+    if (carried) kernels->chunk_end(k, c->col, c->n_cols);
     kernels->state_store(c->n_cols, b->dim_k, carried ? own : w->panels,
                          gdn_pool_state(&b->checkpoints, b, row, c->head, c->col));
   }
@@ -160,7 +162,7 @@ static int starts_from_nothing(const struct gdn_prefill_job *job, int64_t seq, i
          gdn_chunk_end(b, seq, token) - token >= job->ctx->kernels.chunk_min;
 }
 
-/* Residual to state of columns c, as many at a time as the tier's passing buffers stay in its cache for; k points to
+/* V' to state of columns c, as many at a time as the tier's passing buffers stay in its cache for; k points to
  * what make_qk and make_head made, and to the state. */
 static void scan_columns(const struct gdn_prefill_job *job, const struct worker_scratch *w, struct gdn_chunk *k,
                          int64_t seq, const struct gdn_columns *c, int64_t token) {
@@ -173,13 +175,13 @@ static void scan_columns(const struct gdn_prefill_job *job, const struct worker_
   const int stop = c->col + c->n_cols;
   for (struct gdn_columns part = *c; part.col < stop; part.col += part.n_cols) {
     part.n_cols = stop - part.col < kernels->scan_cols ? stop - part.col : kernels->scan_cols;
-    kernels->chunk_residual(k, part.col, part.n_cols);
     kernels->chunk_delta(k, part.col, part.n_cols);
     kernels->chunk_out(k, part.col, part.n_cols);
     carry_state(job, w, k, seq, &part, &d);
   }
 }
 
+/* Between chunks the states of a lane are in state_op; these bring them there from state, and back. */
 static void begin_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k) {
   const struct gdn_batch *b = job->batch;
   struct gdn_columns c;
@@ -189,6 +191,24 @@ static void begin_states(const struct gdn_prefill_job *job, const struct lane *l
   }
 }
 
+static void end_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k) {
+  const struct gdn_batch *b = job->batch;
+  struct gdn_columns c;
+  GDN_EACH_COLUMNS(b, &l->task, b->dim_v, u, c) {
+    point_to_state(b, l, c.head, k);
+    job->ctx->kernels.chunk_end(k, c.col, c.n_cols);
+  }
+}
+
+/* Stores the final states after the sequence's last chunk, which begins at token. */
+static void store_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k, int64_t token) {
+  const struct gdn_batch *b = job->batch;
+  const int64_t seq = l->task.seq, row = gdn_pool_row(&b->final, seq);
+  if (row < 0) return;
+  if (gdn_chunk_end(b, seq, token) - token >= job->ctx->kernels.chunk_min) end_states(job, l, k);
+  gdn_states_store(job, &l->task, &b->final, row, lane_states(b, l));
+}
+
 /* A chunk too short for matrix products: its tokens one by one on the same states. */
 static void run_short_chunk(const struct gdn_prefill_job *job, struct worker_scratch *w, const struct lane *l,
                             int64_t token, int64_t end) {
@@ -196,6 +216,7 @@ static void run_short_chunk(const struct gdn_prefill_job *job, struct worker_scr
   const int64_t seq = l->task.seq;
   float *state = lane_states(b, l);
   struct due d = checkpoints_due(b, seq, token, end);
+  if (token > gdn_batch_start(b, seq)) end_states(job, l, &w->chunk);
   for (int64_t j = d.first; j <= d.last; j++) {
     int64_t stop = token + j * b->checkpoint_every - d.at;
     d.at = j * b->checkpoint_every;
@@ -263,12 +284,11 @@ void gdn_chunk_task(const struct gdn_prefill_job *job, const struct gdn_task *t,
     gdn_states_load(job, t, lane_states(b, &l));
     begin_states(job, &l, &w.chunk);
   }
-  while (token < stop) {
-    int64_t end = gdn_chunk_end(b, t->seq, token);
+  for (int64_t end; token < stop; token = end) {
+    end = gdn_chunk_end(b, t->seq, token);
     run_lane_chunk(job, &w, &l, token, end);
-    token = end;
+    if (end == stop) store_states(job, &l, &w.chunk, token);
   }
-  gdn_states_store(job, t, &b->final, gdn_pool_row(&b->final, t->seq), lane_states(b, &l));
 }
 
 /* ---- windows ---- */
@@ -310,7 +330,7 @@ static void carve_windows(struct gdn_carver *c, const struct gdn_prefill_job *jo
   w->lanes = gdn_carve(c, (size_t)w->n_lanes * sizeof *w->lanes);
   for (int p = 0; p < 2; p++) {
     w->shares[p] = gdn_carve(c, (size_t)n_workers * sizeof *w->shares[p]);
-    w->local[p] = gdn_carve(c, sizeof *w->local[p]);
+    w->local[p] = gdn_carve(c, (size_t)n_workers * sizeof *w->local[p]);
   }
   for (int i = 0; i < w->n_lanes; i++) {
     struct gdn_window_lane l = {.state = gdn_carve_floats(c, state),
@@ -329,16 +349,19 @@ static void place_lanes(const struct gdn_prefill_job *job, struct gdn_windows *w
   }
 }
 
+static void share_out(struct gdn_share *shares, int n_workers, int64_t n) {
+  for (int i = 0; i < n_workers; i++) {
+    atomic_store_explicit(&shares[i].next, n * i / n_workers, memory_order_relaxed);
+    shares[i].end = n * (i + 1) / n_workers;
+  }
+}
+
+/* A worker's share of stage 1 is what its share of stage 2 reads next: most of it stays in its core's cache. */
 static void ready_phase(const struct gdn_prefill_job *job, int64_t phase) {
   const struct gdn_windows *w = job->windows;
   const int n_workers = job->ctx->n_threads;
-  const int64_t n_tasks = phase < 0 ? 0 : (int64_t)w->n_lanes * w->parts;
-  for (int i = 0; i < n_workers; i++) {
-    atomic_store_explicit(&w->shares[phase & 1][i].next, n_tasks * i / n_workers, memory_order_relaxed);
-    w->shares[phase & 1][i].end = n_tasks * (i + 1) / n_workers;
-  }
-  atomic_store_explicit(&w->local[phase & 1]->next, 0, memory_order_relaxed);
-  w->local[phase & 1]->end = phase + 1 < w->n_windows ? (int64_t)w->n_lanes * w->window : 0;
+  share_out(w->shares[phase & 1], n_workers, phase < 0 ? 0 : (int64_t)w->n_lanes * w->parts);
+  share_out(w->local[phase & 1], n_workers, phase + 1 < w->n_windows ? (int64_t)w->n_lanes * w->window : 0);
 }
 
 size_t gdn_windows_bytes(const struct gdn_prefill_job *job, struct gdn_windows *w) {
@@ -455,8 +478,24 @@ static void scan_window(const struct gdn_prefill_job *job, struct worker_scratch
       run_short_chunk(job, s, &l, token, end);
     else
       scan_slot(job, s, &l, window_slot(w, shared, i), token, end);
-    if (i == n_chunks - 1)
-      gdn_states_store(job, &l.task, &b->final, gdn_pool_row(&b->final, shared->seq), lane_states(b, &l));
+    if (i == n_chunks - 1) store_states(job, &l, &s->chunk, token);
+  }
+}
+
+static int64_t take(struct gdn_share *share) {
+  return atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed);
+}
+
+/* What is left of a share of stage 1, for the window from first_chunk on. */
+static void make_slots(const struct gdn_prefill_job *job, struct worker_scratch *s, struct gdn_share *share,
+                       int64_t first_chunk) {
+  const struct gdn_windows *w = job->windows;
+  int64_t item = take(share);
+  while (item < share->end) {
+    const int64_t next = take(share);
+    make_slot(job, s, &w->lanes[item / w->window], first_chunk + item % w->window,
+              next < share->end ? &w->lanes[next / w->window] : NULL, first_chunk + next % w->window);
+    item = next;
   }
 }
 
@@ -469,19 +508,10 @@ void gdn_windows_run(const struct gdn_prefill_job *job, int worker, int n_worker
     if (worker == 0 && phase >= 0) ready_phase(job, phase + 1);
     for (int i = 0; i < n_workers; i++) {
       struct gdn_share *share = &w->shares[phase & 1][(worker + i) % n_workers];
-      int64_t item;
-      while ((item = atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed)) < share->end)
-        scan_window(job, &s, item, phase);
+      for (int64_t item = take(share); item < share->end; item = take(share)) scan_window(job, &s, item, phase);
     }
-    struct gdn_share *local = w->local[phase & 1];
-    const int64_t first_chunk = (phase + 1) * w->window;
-    int64_t item = atomic_fetch_add_explicit(&local->next, 1, memory_order_relaxed);
-    while (item < local->end) {
-      int64_t next = atomic_fetch_add_explicit(&local->next, 1, memory_order_relaxed);
-      make_slot(job, &s, &w->lanes[item % w->n_lanes], first_chunk + item / w->n_lanes,
-                next < local->end ? &w->lanes[next % w->n_lanes] : NULL, first_chunk + next / w->n_lanes);
-      item = next;
-    }
+    for (int i = 0; i < n_workers; i++)
+      make_slots(job, &s, &w->local[phase & 1][(worker + i) % n_workers], (phase + 1) * w->window);
     if (phase + 1 < w->n_windows) gdn_team_barrier(job->ctx->team);
   }
 }

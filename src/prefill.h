@@ -98,7 +98,7 @@ struct gdn_windows {
   struct gdn_window_lane *lanes;
   /* Counters of an even and an odd phase: while one is in use, the other is made ready. */
   struct gdn_share *shares[2]; /* [n_workers] tasks of stage 2, own ones first */
-  struct gdn_share *local[2];  /* chunks of stage 1 */
+  struct gdn_share *local[2];  /* [n_workers] chunks of stage 1, those of own lanes first */
 };
 
 /* Sizes w; the bytes that all workers share. */

@@ -19,10 +19,12 @@ struct block {
 struct job {
   const struct gdn_chunk *c;
   const float *src;
+  float *sums;
   void *dst, *op;
   const float *weights; /* of rows */
   float factor;
   int row, col;
+  int fresh;            /* the state was zero */
   const char *ahead[2]; /* lines to prefetch, ahead_rows a unit; null = none */
   int64_t ahead_bytes[2];
   int ahead_rows;

@@ -2,7 +2,7 @@
  * The chunk form on AMX tiles. */
 #include "tile_amx.h"
 
-#include "chunk_bf16.h"
+#include "scan_bf16.h"
 
 static void gdn_chunk_qk_amx(const struct gdn_chunk *c) {
   chunk_qk_bf16(c);
@@ -24,8 +24,8 @@ static void gdn_chunk_begin_amx(const struct gdn_chunk *c, int col, int n_cols) 
   chunk_begin_bf16(c, col, n_cols);
 }
 
-static void gdn_chunk_residual_amx(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_residual_body, c, col, n_cols);
+static void gdn_chunk_end_amx(const struct gdn_chunk *c, int col, int n_cols) {
+  chunk_end_bf16(c, col, n_cols);
 }
 
 static void gdn_chunk_delta_amx(const struct gdn_chunk *c, int col, int n_cols) {
@@ -64,7 +64,7 @@ void gdn_fill_chunk_amx(struct gdn_kernels *t) {
   t->chunk_mask = gdn_chunk_mask_amx;
   t->chunk_solve = gdn_chunk_solve_amx;
   t->chunk_begin = gdn_chunk_begin_amx;
-  t->chunk_residual = gdn_chunk_residual_amx;
+  t->chunk_end = gdn_chunk_end_amx;
   t->chunk_delta = gdn_chunk_delta_amx;
   t->chunk_out = gdn_chunk_out_amx;
   t->chunk_state = gdn_chunk_state_amx;

@@ -127,10 +127,6 @@ static void gdn_chunk_solve_avx2(const struct gdn_chunk *c) {
   chunk_solve_f32(c);
 }
 
-static void gdn_chunk_residual_avx2(const struct gdn_chunk *c, int col, int n_cols) {
-  chunk_residual_f32(c, col, n_cols);
-}
-
 static void gdn_chunk_delta_avx2(const struct gdn_chunk *c, int col, int n_cols) {
   chunk_delta_f32(c, col, n_cols);
 }
@@ -153,7 +149,6 @@ void gdn_fill_chunk_avx2(struct gdn_kernels *t) {
   t->chunk_gates = gdn_chunk_gates_avx2;
   t->chunk_mask = gdn_chunk_mask_avx2;
   t->chunk_solve = gdn_chunk_solve_avx2;
-  t->chunk_residual = gdn_chunk_residual_avx2;
   t->chunk_delta = gdn_chunk_delta_avx2;
   t->chunk_out = gdn_chunk_out_avx2;
   t->chunk_state = gdn_chunk_state_avx2;

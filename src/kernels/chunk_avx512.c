@@ -145,10 +145,6 @@ static void gdn_chunk_solve_avx512(const struct gdn_chunk *c) {
   chunk_solve_f32(c);
 }
 
-static void gdn_chunk_residual_avx512(const struct gdn_chunk *c, int col, int n_cols) {
-  chunk_residual_f32(c, col, n_cols);
-}
-
 static void gdn_chunk_delta_avx512(const struct gdn_chunk *c, int col, int n_cols) {
   chunk_delta_f32(c, col, n_cols);
 }
@@ -171,7 +167,6 @@ void gdn_fill_chunk_avx512(struct gdn_kernels *t) {
   t->chunk_gates = gdn_chunk_gates_avx512;
   t->chunk_mask = gdn_chunk_mask_avx512;
   t->chunk_solve = gdn_chunk_solve_avx512;
-  t->chunk_residual = gdn_chunk_residual_avx512;
   t->chunk_delta = gdn_chunk_delta_avx512;
   t->chunk_out = gdn_chunk_out_avx512;
   t->chunk_state = gdn_chunk_state_avx512;

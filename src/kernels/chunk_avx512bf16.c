@@ -4,7 +4,7 @@
 
 #include "block.h"
 
-/* c [16 tiles][32] = init (null = 0) + A B, 8 rows at a time; before that, fill for every unit. */
+/* c [16 tiles][32] = init (null = 0) + A B, 8 rows at a time; before that, fill for every unit. No steps: only fill. */
 static inline __attribute__((always_inline)) void block_product(const struct block *p, const int tiles, const int upper,
                                                                 const int steps, const float *init, float *c,
                                                                 fill_fn *fill, const struct job *job, const int units,
@@ -13,6 +13,7 @@ static inline __attribute__((always_inline)) void block_product(const struct blo
   (void)upper;
 #pragma GCC unroll 1
   for (int u = 0; u < units; u++) fill(job, u);
+  if (!steps) return;
   for (int i = 0; i < 16 * tiles; i += 8) {
     __m512 x[8][2];
 #pragma GCC unroll 8
@@ -38,7 +39,7 @@ static inline __attribute__((always_inline)) void block_product(const struct blo
   }
 }
 
-#include "chunk_bf16.h"
+#include "scan_bf16.h"
 
 static void gdn_chunk_qk_avx512bf16(const struct gdn_chunk *c) {
   chunk_qk_bf16(c);
@@ -60,8 +61,8 @@ static void gdn_chunk_begin_avx512bf16(const struct gdn_chunk *c, int col, int n
   chunk_begin_bf16(c, col, n_cols);
 }
 
-static void gdn_chunk_residual_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_residual_body, c, col, n_cols);
+static void gdn_chunk_end_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
+  chunk_end_bf16(c, col, n_cols);
 }
 
 static void gdn_chunk_delta_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
@@ -97,7 +98,7 @@ void gdn_fill_chunk_avx512bf16(struct gdn_kernels *t) {
   t->chunk_mask = gdn_chunk_mask_avx512bf16;
   t->chunk_solve = gdn_chunk_solve_avx512bf16;
   t->chunk_begin = gdn_chunk_begin_avx512bf16;
-  t->chunk_residual = gdn_chunk_residual_avx512bf16;
+  t->chunk_end = gdn_chunk_end_avx512bf16;
   t->chunk_delta = gdn_chunk_delta_avx512bf16;
   t->chunk_out = gdn_chunk_out_avx512bf16;
   t->chunk_state = gdn_chunk_state_avx512bf16;

@@ -157,16 +157,6 @@ static inline void finish_residual(const struct gdn_chunk *c, int col, float *re
   for (int i = c->n; i < c->n16; i++) memset(resid + (int64_t)i * c->dim_v, 0, sizeof(float) * GDN_PANEL);
 }
 
-static ALWAYS_INLINE void chunk_residual_f32(const struct gdn_chunk *c, int col, int n_cols) {
-  const struct gdn_gemm *project = &c->gemms->project[c->n16 / GDN_BLOCK - 1];
-  for (int j = col; j < col + n_cols; j += GDN_PANEL) {
-    const float *state = c->state + (int64_t)j * c->dim_k;
-    gdn_gemm_run(project, c->k, state, (float *)c->resid + j);
-    finish_residual(c, j, (float *)c->resid + j);
-    gdn_gemm_run(project, c->q, state, c->inter + j);
-  }
-}
-
 /* dst [n][32] = factor[i] * src on rows of dim_v floats. */
 static inline void scale_rows(int n, int dim_v, const float *factor, const float *src, float *dst) {
   for (int i = 0; i < n; i++) {
@@ -177,14 +167,18 @@ static inline void scale_rows(int n, int dim_v, const float *factor, const float
 }
 
 static ALWAYS_INLINE void chunk_delta_f32(const struct gdn_chunk *c, int col, int n_cols) {
+  const struct gdn_gemm *project = &c->gemms->project[c->n16 / GDN_BLOCK - 1];
   float *delta = c->delta;
-  for (int j = col; j < col + n_cols; j += GDN_PANEL)
+  for (int j = col; j < col + n_cols; j += GDN_PANEL) {
+    gdn_gemm_run(project, c->k, c->state + (int64_t)j * c->dim_k, (float *)c->resid + j);
+    finish_residual(c, j, (float *)c->resid + j);
     for (int b = 0; b < c->n16 / GDN_BLOCK; b++) {
       const int row = GDN_BLOCK * b;
       const int64_t at = (int64_t)row * c->dim_v + j;
       gdn_gemm_run(&c->gemms->tri[b], (const float *)c->t + row * GDN_CHUNK, (const float *)c->resid + j, delta + at);
       scale_rows(GDN_BLOCK, c->dim_v, c->decay_out + row, delta + at, (float *)c->delta_out + at);
     }
+  }
   if (!c->delta_f32 || c->delta_f32 == delta) return;
   for (int i = 0; i < c->n16; i++) {
     const int64_t at = (int64_t)i * c->dim_v + col;
@@ -193,7 +187,9 @@ static ALWAYS_INLINE void chunk_delta_f32(const struct gdn_chunk *c, int col, in
 }
 
 static ALWAYS_INLINE void chunk_out_f32(const struct gdn_chunk *c, int col, int n_cols) {
-  for (int j = col; j < col + n_cols; j += GDN_PANEL)
+  const struct gdn_gemm *project = &c->gemms->project[c->n16 / GDN_BLOCK - 1];
+  for (int j = col; j < col + n_cols; j += GDN_PANEL) {
+    gdn_gemm_run(project, c->q, c->state + (int64_t)j * c->dim_k, c->inter + j);
     for (int b = 0; b < c->n16 / GDN_BLOCK; b++) {
       const int row = GDN_BLOCK * b;
       float *inter = c->inter + (int64_t)row * c->dim_v + j;
@@ -203,6 +199,7 @@ static ALWAYS_INLINE void chunk_out_f32(const struct gdn_chunk *c, int col, int 
         for (int p = 0; p < GDN_PANEL; p += LANES)
           store_elems(&c->out_rows, i, j + p, vec_load(inter + (int64_t)(i - row) * c->dim_v + p));
     }
+  }
 }
 
 static ALWAYS_INLINE void chunk_state_f32(const struct gdn_chunk *c, int col, int n_cols) {

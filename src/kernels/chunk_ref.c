@@ -102,6 +102,10 @@ static void gdn_chunk_begin_ref(const struct gdn_chunk *c, int col, int n_cols) 
   (void)c, (void)col, (void)n_cols;
 }
 
+static void gdn_chunk_end_ref(const struct gdn_chunk *c, int col, int n_cols) {
+  (void)c, (void)col, (void)n_cols;
+}
+
 /* dst [n16][V], columns [col, col + n_cols) = x [n16][K] times the state. */
 static void project(const struct gdn_chunk *c, int col, int n_cols, const float *x, float *dst) {
   for (int i = 0; i < c->n16; i++)
@@ -113,10 +117,9 @@ static void project(const struct gdn_chunk *c, int col, int n_cols, const float 
     }
 }
 
-static void gdn_chunk_residual_ref(const struct gdn_chunk *c, int col, int n_cols) {
+static void make_residual(const struct gdn_chunk *c, int col, int n_cols) {
   float *resid = c->resid;
   project(c, col, n_cols, c->k, resid);
-  project(c, col, n_cols, c->q, c->inter);
   for (int i = 0; i < c->n16; i++)
     for (int j = col; j < col + n_cols; j++) {
       float *x = &resid[i * c->dim_v + j];
@@ -127,6 +130,7 @@ static void gdn_chunk_residual_ref(const struct gdn_chunk *c, int col, int n_col
 static void gdn_chunk_delta_ref(const struct gdn_chunk *c, int col, int n_cols) {
   const float *t = c->t, *resid = c->resid;
   float *delta = c->delta, *delta_out = c->delta_out;
+  make_residual(c, col, n_cols);
   for (int i = 0; i < c->n16; i++)
     for (int j = col; j < col + n_cols; j++) {
       float sum = 0;
@@ -140,6 +144,7 @@ static void gdn_chunk_delta_ref(const struct gdn_chunk *c, int col, int n_cols) 
 
 static void gdn_chunk_out_ref(const struct gdn_chunk *c, int col, int n_cols) {
   const float *a = c->a, *delta = c->delta;
+  project(c, col, n_cols, c->q, c->inter);
   for (int i = 0; i < c->n; i++)
     for (int j = col; j < col + n_cols; j++) {
       float sum = c->decay_in[i] * c->inter[i * c->dim_v + j];
@@ -192,7 +197,7 @@ void gdn_fill_chunk_ref(struct gdn_kernels *t) {
   t->chunk_mask = gdn_chunk_mask_ref;
   t->chunk_solve = gdn_chunk_solve_ref;
   t->chunk_begin = gdn_chunk_begin_ref;
-  t->chunk_residual = gdn_chunk_residual_ref;
+  t->chunk_end = gdn_chunk_end_ref;
   t->chunk_delta = gdn_chunk_delta_ref;
   t->chunk_out = gdn_chunk_out_ref;
   t->chunk_state = gdn_chunk_state_ref;

@@ -20,6 +20,7 @@
 #define GDN_BLOCK 16 /* rows of a triangular block; a short chunk is padded up to a multiple of it */
 #define GDN_PANEL 32 /* columns of a panel */
 #define GDN_DIM_MAX 256
+#define GDN_HOT_BYTES (32 << 10)
 
 /* Element types of rows that callers own; the values of gdn.h. */
 enum { GDN_ROWS_F32 = 1, GDN_ROWS_BF16 = 2, GDN_ROWS_F16 = 5 };
@@ -134,9 +135,9 @@ typedef void gdn_decode_step_fn(const struct gdn_decode_step *a);
 
 /* ---- chunk form: one chunk of n <= 64 tokens, padded in scratch to n16, the next multiple of 16 ----
  * Per q/k head: chunk_qk. Per value head: chunk_gates, chunk_mask, chunk_solve. Per value head and columns
- * [col, col + n_cols) of V (multiples of 32): chunk_begin once, then per chunk chunk_residual, chunk_delta, chunk_out,
- * chunk_state. What the operands (void pointers) hold is the tier's own affair; the sizes below are upper bounds.
- * G_i = g_0 + .. + g_i inside the chunk. All f32 unless said otherwise. */
+ * [col, col + n_cols) of V (multiples of 32): chunk_begin once, then per chunk chunk_delta, chunk_out, chunk_state, and
+ * chunk_end where the state is wanted. What the operands (void pointers) hold is the tier's own affair; the sizes below
+ * are upper bounds. G_i = g_0 + .. + g_i inside the chunk. All f32 unless said otherwise. */
 struct gdn_gemms; /* gemm.h: product handles for one dim_k and dim_v */
 
 struct gdn_chunk {
@@ -164,14 +165,15 @@ struct gdn_chunk {
   /* the chunk after this one, to be prefetched; next_n 0 = none */
   int next_n;
   struct gdn_rows next_q, next_k, next_v;
+  void *hot; /* [GDN_HOT_BYTES] what passes inside one primitive: small, so that it stays in the first-level cache */
   /* columns of V */
   struct gdn_rows v_rows; /* row i: v of token i, all of V */
   struct gdn_rows_out out_rows;
   int zero_state;   /* 1: the state is zero, whatever state and state_op hold; tiers with knows_zero only */
-  float *state;     /* panels of all of V */
+  float *state;     /* panels of all of V; what it holds between chunk_begin and chunk_end is the tier's affair */
   void *state_op;   /* operand of the state; [K][V] f32 at most */
-  void *resid;      /* operand beta (v - exp(G) K S^T); 64 V 6 bytes at most */
-  float *inter;     /* [64][V] Q S^T, then scratch */
+  void *resid;      /* operand beta (v - exp(G) K S^T); [64][V] f32 at most */
+  float *inter;     /* [64][V] scratch of chunk_out and chunk_state_at */
   float *delta_f32; /* [64][V] V' = T resid, rows up to n16; null where nobody needs it beside the operands */
   void *delta;      /* operand V' */
   void *delta_out;  /* operand exp(G_(n-1) - G) V' */
@@ -185,15 +187,15 @@ typedef void gdn_chunk_gates_fn(const struct gdn_chunk *c);
 typedef void gdn_chunk_mask_fn(const struct gdn_chunk *c);
 /* Makes t from l, in f32. */
 typedef void gdn_chunk_solve_fn(const struct gdn_chunk *c);
-/* Makes state_op from state. */
+/* Makes state_op from state, which may go stale from here on. */
 typedef void gdn_chunk_begin_fn(const struct gdn_chunk *c, int col, int n_cols);
-/* Makes resid and inter from q, k, state_op, v_rows and gates. */
-typedef void gdn_chunk_residual_fn(const struct gdn_chunk *c, int col, int n_cols);
-/* Makes delta (and delta_f32) and delta_out from t and resid. */
+/* Brings state up to date from state_op, which stays. */
+typedef void gdn_chunk_end_fn(const struct gdn_chunk *c, int col, int n_cols);
+/* Makes the residual from k, state_op, v_rows and gates, and of it with t delta (and delta_f32) and delta_out. */
 typedef void gdn_chunk_delta_fn(const struct gdn_chunk *c, int col, int n_cols);
-/* Writes out_rows = exp(G) inter + a V'. */
+/* Writes out_rows = exp(G) q S + a V'. */
 typedef void gdn_chunk_out_fn(const struct gdn_chunk *c, int col, int n_cols);
-/* state = decay_all state + delta_out^T k, and state_op of the result. */
+/* state_op of decay_all state + delta_out^T k. */
 typedef void gdn_chunk_state_fn(const struct gdn_chunk *c, int col, int n_cols);
 
 /* panels [n_cols / 32][K][32] = the state after the chunk's first n_at tokens, from state and the rows of V' up to
@@ -219,7 +221,7 @@ typedef void gdn_thread_end_fn(uint32_t saved);
   X(chunk_mask)                                                                                                        \
   X(chunk_solve)                                                                                                       \
   X(chunk_begin)                                                                                                       \
-  X(chunk_residual)                                                                                                    \
+  X(chunk_end)                                                                                                         \
   X(chunk_delta)                                                                                                       \
   X(chunk_out)                                                                                                         \
   X(chunk_state)                                                                                                       \
@@ -231,7 +233,7 @@ struct gdn_kernels {
   const char *tier;
   int chunk_min;  /* a chunk with fewer tokens takes the recurrent form even in chunk form; 1 = none does */
   int knows_zero; /* 1: heeds gdn_chunk.zero_state, and needs no zeros in memory where a sequence starts */
-  int scan_cols;  /* columns that go from chunk_residual to chunk_state together */
+  int scan_cols;  /* columns that go from chunk_delta to chunk_state together */
   int recur_cols; /* columns of one gdn_recur call that the tier likes best: 32 or 64 */
 #define GDN_KERNEL_FIELD(name) gdn_##name##_fn *name;
   GDN_KERNEL_LIST(GDN_KERNEL_FIELD)

@@ -32,31 +32,45 @@ static inline void tiles_configure(void) {
     _tile_loadd(tile, from, stride);                                                                                   \
   } while (0)
 
-/* Between two products: the next lines to prefetch, the next units of vector work. */
-#define FILL_SLOT()                                                                                                    \
+/* The slot-th of the products of a block: loads its tiles, multiplies. */
+#define TILE_PRODUCT(slot)                                                                                             \
   do {                                                                                                                 \
-    for (int e = 0; e < per_ahead; e++) {                                                                              \
-      __builtin_prefetch(ahead, 0, 2);                                                                                 \
-      ahead += p->ahead_bytes;                                                                                         \
+    if ((slot) % (2 * tiles) == 0) {                                                                                   \
+      TILE_LOAD(4, a, row_bytes);                                                                                      \
+      TILE_LOAD(6, b, 64);                                                                                             \
+      _tile_dpbf16ps(0, 4, 6);                                                                                         \
+    } else if ((slot) % (2 * tiles) == 1) {                                                                            \
+      TILE_LOAD(7, b + 1024, 64);                                                                                      \
+      if (upper) _tile_dpbf16ps(1, 4, 7);                                                                              \
+    } else if ((slot) % (2 * tiles) == 2) {                                                                            \
+      TILE_LOAD(5, a + 16 * row_bytes, row_bytes);                                                                     \
+      _tile_dpbf16ps(2, 5, 6);                                                                                         \
+    } else {                                                                                                           \
+      _tile_dpbf16ps(3, 5, 7);                                                                                         \
     }                                                                                                                  \
-    const int unit_end = unit + per_slot < units ? unit + per_slot : units;                                            \
-    _Pragma("GCC unroll 1") for (; unit < unit_end; unit++) fill(job, unit);                                           \
+    if ((slot) % (2 * tiles) == 2 * tiles - 1) {                                                                       \
+      a += 64;                                                                                                         \
+      b += 2048;                                                                                                       \
+    }                                                                                                                  \
   } while (0)
 
 /* c [16 tiles][32] = init (null = 0) + A [16 tiles][32 steps] B. A row is row_bytes after the one above; B is
  * [steps][2][16][16][2]. Unless upper, the block of c above the diagonal is left as it is. Between the products, fill
- * gets every number below units: vector work of another block, for the cycles in which tiles keep the ports free. */
+ * gets every number below units: vector work of another block, for the cycles in which tiles keep the ports free.
+ * No steps: only fill. The loop stays rolled, with one copy of fill: a chunk runs through all of this code once per
+ * panel, and what does not fit the instruction cache waits for every line. */
 static inline __attribute__((always_inline)) void block_product(const struct block *p, const int tiles, const int upper,
                                                                 const int steps, const float *init, float *c,
                                                                 fill_fn *fill, const struct job *job, const int units,
                                                                 const int n_ahead) {
   const int64_t row_bytes = p->row_bytes;
   const char *a = p->a, *b = p->b;
-  const int per_slot = (units + 2 * tiles * steps - 1) / (2 * tiles * steps);
-  const int per_ahead = tiles == 2 ? n_ahead / (4 * steps) : 0;
+  const int slots = 2 * tiles * steps;
+  const int per_slot = slots ? (units + slots - 1) / slots : units;
+  const int per_ahead = slots ? n_ahead / slots : 0;
   const char *ahead = p->ahead;
   int unit = 0;
-  if (init) {
+  if (init && steps) {
     TILE_LOAD(0, init, 128);
     TILE_LOAD(1, init + 16, 128);
     if (tiles == 2) {
@@ -71,24 +85,20 @@ static inline __attribute__((always_inline)) void block_product(const struct blo
       _tile_zero(3);
     }
   }
-  for (int s = 0; s < steps; s++) {
-    TILE_LOAD(4, a, row_bytes);
-    TILE_LOAD(6, b, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    FILL_SLOT();
-    TILE_LOAD(7, b + 1024, 64);
-    if (upper) _tile_dpbf16ps(1, 4, 7);
-    FILL_SLOT();
-    if (tiles == 2) {
-      TILE_LOAD(5, a + 16 * row_bytes, row_bytes);
-      _tile_dpbf16ps(2, 5, 6);
-      FILL_SLOT();
-      _tile_dpbf16ps(3, 5, 7);
-      FILL_SLOT();
+  int slot = 0;
+#pragma GCC unroll 1
+  do {
+    if (steps) TILE_PRODUCT(slot);
+#pragma GCC unroll 1
+    for (int e = 0; e < per_ahead; e++) {
+      __builtin_prefetch(ahead, 0, 2);
+      ahead += p->ahead_bytes;
     }
-    a += 64;
-    b += 2048;
-  }
+    const int unit_end = unit + per_slot < units ? unit + per_slot : units;
+#pragma GCC unroll 1
+    for (; unit < unit_end; unit++) fill(job, unit);
+  } while (++slot < slots);
+  if (!steps) return;
   _tile_stored(0, c, 128);
   if (upper) _tile_stored(1, c + 16, 128);
   if (tiles == 2) {
