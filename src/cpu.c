@@ -80,6 +80,18 @@ static void read_name(char *name, size_t name_bytes) {
     snprintf(name, name_bytes, "unknown x86-64 processor");
 }
 
+/* The largest cache of a leaf that lists caches: Intel's, or AMD's of the same form. */
+static int64_t largest_cache(uint32_t leaf) {
+  int64_t bytes = 0;
+  uint32_t r[4];
+  for (uint32_t i = 0; i < 16 && __get_cpuid_count(leaf, i, &r[EAX], &r[EBX], &r[ECX], &r[EDX]) && (r[EAX] & 31); i++) {
+    const int64_t n_ways = (r[EBX] >> 22) + 1, n_parts = (r[EBX] >> 12 & 1023) + 1, line_bytes = (r[EBX] & 4095) + 1;
+    const int64_t one = n_ways * n_parts * line_bytes * ((int64_t)r[ECX] + 1);
+    if (one > bytes) bytes = one;
+  }
+  return bytes;
+}
+
 /* Palette 1 has 8 tiles of 16 rows of 64 bytes. */
 static int palette_fits(void) {
   uint32_t a, b, c, d;
@@ -100,6 +112,8 @@ void gdn_cpu_detect(struct gdn_cpu *cpu) {
   memset(cpu, 0, sizeof *cpu);
   read_name(cpu->name, sizeof cpu->name);
   cpu->xcr0 = read_xcr0();
+  cpu->cache_bytes = largest_cache(4);
+  if (!cpu->cache_bytes) cpu->cache_bytes = largest_cache(0x8000001du);
   for (int i = 0; i < N_FEATURES; i++)
     if (cpuid_bit(features[i].leaf, features[i].subleaf, features[i].reg, features[i].bit)) cpu->features |= 1u << i;
   char reason[96];

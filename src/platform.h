@@ -18,10 +18,11 @@ enum {
 };
 
 struct gdn_cpu {
-  uint32_t flags;    /* GDN_CPU_* that can be used */
-  uint32_t features; /* bit i: row i of the feature table in cpu.c is present */
-  uint64_t xcr0;     /* register states that the operating system saves; 0 without XSAVE */
-  int tile_errno;    /* why the kernel refused tile data to this process; 0 = granted or not asked for */
+  uint32_t flags;      /* GDN_CPU_* that can be used */
+  uint32_t features;   /* bit i: row i of the feature table in cpu.c is present */
+  uint64_t xcr0;       /* register states that the operating system saves; 0 without XSAVE */
+  int tile_errno;      /* why the kernel refused tile data to this process; 0 = granted or not asked for */
+  int64_t cache_bytes; /* of the last-level cache; 0 = not known */
   char name[64];
 };
 
