@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Decode. One token per sequence runs straight on state rows in caller memory: each row is read once and written once.
- * Several tokens run on panels of 32 columns, so that each row is still read once, and written once where asked for. */
+ * So do several tokens on [V, K] states, and one where the states differ in type: read once, written where asked for.
+ * On [K, V] states they run on panels of 32 columns, read and written as often. */
 #include "prefill.h"
 
 #include <string.h>
@@ -33,6 +34,7 @@ void gdn_token_step(const struct gdn_kernels *kernels, const struct gdn_batch *b
   kernels->gates(&gates);
   step.state_in = gdn_pool_state(&b->initial, b, gdn_pool_row(&b->initial, seq), head_v, col);
   step.state_out = gdn_pool_state(&b->final, b, gdn_pool_row(&b->final, seq), head_v, col);
+  step.far = t->far;
   kernels->decode_step(&step);
   if (b->out.data)
     kernels->store_rows(1, n_cols, t->v, n_cols, gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head_v), col));
@@ -50,16 +52,30 @@ struct decode_job {
   const struct gdn_batch *batch;
   int n_cols;
   int one_token; /* gdn_token_step does everything */
+  int on_rows;   /* decode_rows does, else decode_panel */
+  int far;       /* the states do not fit the last-level cache, or one worker has it for itself */
 };
+
+struct decode_place {
+  int64_t seq;
+  int head_v, col;
+};
+
+static struct decode_place place_of(const struct decode_job *job, int64_t item) {
+  const int n_slices = job->batch->dim_v / job->n_cols, n_heads = job->batch->n_heads_v;
+  const int64_t lane = item / n_slices;
+  return (struct decode_place){lane / n_heads, (int)(lane % n_heads), (int)(item % n_slices) * job->n_cols};
+}
 
 /* ---- several tokens ---- */
 
 /* What a worker has made for a sequence; kept while consecutive items share it. */
 struct decode_scratch {
-  float *q, *k;             /* [T][dim_k] */
-  float *kq, *decay, *beta; /* [T] */
-  float *v;                 /* [T][32], then the output */
-  float *panel;             /* [dim_k][32] */
+  float *q, *k;                       /* [T][dim_k] */
+  float *kq, *decay, *beta;           /* [T] */
+  float *v;                           /* [T][dim_v], then the output */
+  float *panel;                       /* [dim_k][32] */
+  struct gdn_state_ref *token_states; /* [T] */
   int64_t seq;
   int head_k, head_v; /* -1 = nothing made yet */
 };
@@ -72,8 +88,9 @@ static size_t carve_scratch(const struct gdn_batch *b, char *memory, struct deco
   s->kq = gdn_carve_floats(&c, n);
   s->decay = gdn_carve_floats(&c, n);
   s->beta = gdn_carve_floats(&c, n);
-  s->v = gdn_carve_floats(&c, n * GDN_PANEL);
+  s->v = gdn_carve_floats(&c, n * b->dim_v);
   s->panel = gdn_carve_floats(&c, (int64_t)b->dim_k * GDN_PANEL);
+  s->token_states = gdn_carve(&c, (size_t)n * sizeof *s->token_states);
   s->seq = s->head_k = s->head_v = -1;
   return c.bytes;
 }
@@ -158,20 +175,82 @@ static void decode_panel(const struct decode_job *job, const struct decode_scrat
   if (out.data) kernels->state_store(GDN_PANEL, b->dim_k, s->panel, out);
 }
 
-/* ---- both ---- */
+/* Columns [col, col + n_cols) through all tokens of their sequence, straight on rows in caller memory. */
+static void decode_rows(const struct decode_job *job, const struct decode_scratch *s, int head_v, int col) {
+  const struct gdn_batch *b = job->batch;
+  const struct gdn_kernels *kernels = &job->ctx->kernels;
+  const int64_t seq = s->seq, token = gdn_batch_start(b, seq);
+  const int n = (int)gdn_batch_len(b, seq), n_cols = job->n_cols;
+  kernels->load_rows(n, n_cols, gdn_rows_from(gdn_array_rows(&b->v, token, head_v), col), s->v, n_cols);
+  for (int t = 0; t < n; t++)
+    s->token_states[t] = gdn_pool_state(&b->checkpoints, b, gdn_pool_row(&b->checkpoints, token + t), head_v, col);
+  const struct gdn_decode_tokens tokens = {
+      .n = n,
+      .dim_k = b->dim_k,
+      .n_cols = n_cols,
+      .q = s->q,
+      .k = s->k,
+      .kq = s->kq,
+      .decay = s->decay,
+      .beta = s->beta,
+      .v = s->v,
+      .out = s->v,
+      .state_in = gdn_pool_state(&b->initial, b, gdn_pool_row(&b->initial, seq), head_v, col),
+      .state_out = gdn_pool_state(&b->final, b, gdn_pool_row(&b->final, seq), head_v, col),
+      .token_states = s->token_states};
+  kernels->decode_tokens(&tokens);
+  if (b->out.data)
+    kernels->store_rows(n, n_cols, s->v, n_cols, gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head_v), col));
+}
+
+/* ---- all of them ---- */
+
+/* Inlined, since gcc drops calls of a function that does nothing but prefetch. */
+#define FETCHES static inline __attribute__((always_inline))
+
+FETCHES void fetch_rows(const void *data, int64_t stride_elems, int32_t dtype, int n, int dim) {
+  const int elem_bytes = gdn_dtype_bytes(dtype);
+  for (int i = 0; data && i < n; i++)
+    for (int at = 0; at < dim * elem_bytes; at += GDN_LINE_BYTES)
+      __builtin_prefetch((const char *)data + i * stride_elems * elem_bytes + at);
+}
+
+/* What an item reads beside its state, and writes: while it waited for these rows it would not read its state. */
+FETCHES void fetch_inputs(const struct decode_job *job, int64_t item) {
+  const struct gdn_batch *b = job->batch;
+  const struct decode_place p = place_of(job, item);
+  const int64_t token = gdn_batch_start(b, p.seq);
+  const int n = (int)gdn_batch_len(b, p.seq), group = b->n_heads_v / b->n_heads_k;
+  struct gdn_rows r = gdn_rows_from(gdn_array_rows(&b->v, token, p.head_v), p.col);
+  fetch_rows(r.data, r.stride_elems, r.dtype, n, job->n_cols);
+  if (b->out.data) {
+    const struct gdn_rows_out out = gdn_rows_out_from(gdn_array_rows_out(&b->out, token, p.head_v), p.col);
+    fetch_rows(out.data, out.stride_elems, out.dtype, n, job->n_cols);
+  }
+  r = gdn_array_rows(&b->g, token, p.head_v);
+  fetch_rows(r.data, r.stride_elems, r.dtype, n, 1);
+  r = gdn_array_rows(&b->beta, token, p.head_v);
+  fetch_rows(r.data, r.stride_elems, r.dtype, n, 1);
+  if (p.head_v % group != 0 || p.col != 0) return; /* the item before has the same q and k */
+  r = gdn_array_rows(&b->q, token, p.head_v / group);
+  fetch_rows(r.data, r.stride_elems, r.dtype, n, b->dim_k);
+  r = gdn_array_rows(&b->k, token, p.head_v / group);
+  fetch_rows(r.data, r.stride_elems, r.dtype, n, b->dim_k);
+}
 
 static void decode_item(const struct decode_job *job, struct gdn_token *t, struct decode_scratch *s, int64_t item) {
   const struct gdn_batch *b = job->batch;
-  const int n_slices = b->dim_v / job->n_cols, first = (int)(item % n_slices) * job->n_cols;
-  const int64_t lane = item / n_slices, seq = lane / b->n_heads_v;
-  const int head_v = (int)(lane % b->n_heads_v);
-  if (!gdn_batch_len(b, seq)) return;
+  const struct decode_place p = place_of(job, item);
+  if (!gdn_batch_len(b, p.seq)) return;
   if (job->one_token) {
-    gdn_token_step(&job->ctx->kernels, b, t, seq, seq, head_v, first, job->n_cols);
+    gdn_token_step(&job->ctx->kernels, b, t, p.seq, p.seq, p.head_v, p.col, job->n_cols);
     return;
   }
-  make_tokens(job, s, seq, head_v);
-  for (int col = first; col < first + job->n_cols; col += GDN_PANEL) decode_panel(job, s, head_v, col);
+  make_tokens(job, s, p.seq, p.head_v);
+  if (job->on_rows)
+    decode_rows(job, s, p.head_v, p.col);
+  else
+    for (int col = p.col; col < p.col + job->n_cols; col += GDN_PANEL) decode_panel(job, s, p.head_v, col);
 }
 
 static void decode_worker(void *arg, int worker, int n_workers) {
@@ -179,12 +258,14 @@ static void decode_worker(void *arg, int worker, int n_workers) {
   struct gdn_token t;
   struct decode_scratch s;
   t.token = -1;
+  t.far = job->far;
   if (!job->one_token) carve_scratch(job->batch, job->ctx->scratch[worker].block, &s);
   for (int i = 0; i < n_workers; i++) {
     struct gdn_share *share = &job->ctx->shares[(worker + i) % n_workers];
     for (;;) {
       int64_t item = atomic_fetch_add_explicit(&share->next, 1, memory_order_relaxed);
       if (item >= share->end) break;
+      if (item + 1 < share->end) fetch_inputs(job, item + 1);
       decode_item(job, &t, &s, item);
     }
   }
@@ -199,9 +280,18 @@ static int slice_cols(const struct gdn_batch *b, int n_workers) {
   return n_cols;
 }
 
+static int64_t state_bytes(const struct gdn_batch *b) {
+  return b->n_seqs * b->n_heads_v * b->dim_v * b->dim_k * gdn_dtype_bytes(b->initial.dtype);
+}
+
 gdn_status gdn_run_decode(gdn_ctx *ctx, const struct gdn_batch *batch) {
-  struct decode_job job = {ctx, batch, slice_cols(batch, ctx->n_threads),
-                           batch->tokens_per_seq == 1 && !batch->checkpoint_every && gdn_token_step_fits(batch)};
+  struct decode_job job = {.ctx = ctx,
+                           .batch = batch,
+                           .n_cols = slice_cols(batch, ctx->n_threads),
+                           .one_token =
+                               batch->tokens_per_seq == 1 && !batch->checkpoint_every && gdn_token_step_fits(batch),
+                           .on_rows = !batch->initial.k_major && !batch->final.k_major && !batch->checkpoints.k_major,
+                           .far = ctx->n_threads == 1 || state_bytes(batch) > ctx->cpu.cache_bytes};
   int64_t n_items = batch->n_seqs * batch->n_heads_v * (batch->dim_v / job.n_cols);
   struct decode_scratch s;
   if (!n_items) return GDN_OK;

@@ -225,6 +225,7 @@ struct gdn_token {
   float kq;
   int64_t token; /* -1 = nothing made yet */
   int head;
+  int far; /* as in gdn_decode_step */
 };
 
 /* Whether gdn_token_step takes the batch's pools: both of one dtype and layout. */

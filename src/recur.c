@@ -101,6 +101,7 @@ static void recur_one_token(const struct gdn_prefill_job *job, const struct gdn_
   const struct gdn_batch *b = job->batch;
   struct gdn_token token;
   token.token = -1;
+  token.far = 1;
   struct gdn_columns c;
   GDN_EACH_COLUMNS(b, t, b->dim_v, u, c)
   gdn_token_step(&job->ctx->kernels, b, &token, t->seq, gdn_batch_start(b, t->seq), c.head, c.col, c.n_cols);

@@ -151,3 +151,45 @@ void check_decode_step(struct kcase *c) {
   check_same_bits("state against recur", pieces, state, state_bytes, 4);
   BENCH(c, step(c->ref, c, &t, 0, 0, c->V, pieces, pieces, out), step(c->tier, c, &t, 0, 0, c->V, pieces, pieces, out));
 }
+
+/* Several tokens give the bits of as many steps, whichever states are asked for. */
+void check_decode_tokens(struct kcase *c) {
+  struct tokens t = random_tokens(c);
+  const size_t state_bytes = (size_t)c->V * (size_t)c->K * 4, out_bytes = (size_t)c->n * (size_t)c->V * 4;
+  float *want = alloc_f32((int64_t)c->n * c->V), *out = alloc_f32((int64_t)c->n * c->V);
+  float *now = caller_state(c->V, c->K, 0), *last = caller_state(c->V, c->K, c->n % 2), *after[GDN_CHUNK];
+  struct gdn_state_ref refs[GDN_CHUNK];
+  for (int i = 0; i < c->n; i++) {
+    after[i] = i % 5 == 1 ? caller_state(c->V, c->K, i % 2) : NULL;
+    refs[i] = f32_rows(c, after[i]);
+  }
+  struct gdn_decode_tokens a = {.n = c->n,
+                                .dim_k = c->K,
+                                .n_cols = c->V,
+                                .q = t.q,
+                                .k = t.k,
+                                .kq = t.kq,
+                                .decay = t.decay,
+                                .beta = t.beta,
+                                .v = t.v,
+                                .out = out,
+                                .state_in = f32_rows(c, t.state),
+                                .state_out = f32_rows(c, last),
+                                .token_states = refs};
+  c->tier->decode_tokens(&a);
+  memcpy(now, t.state, state_bytes);
+  for (int i = 0; i < c->n; i++) {
+    step(c->tier, c, &t, i, 0, c->V, now, now, want + (int64_t)i * c->V);
+    if (after[i] != NULL) check_same_bits("state after a token", now, after[i], state_bytes, 4);
+  }
+  check_same_bits("out", want, out, out_bytes, 4);
+  check_same_bits("state", now, last, state_bytes, 4);
+
+  memcpy(out, t.v, out_bytes);
+  a.v = out;
+  a.token_states = NULL;
+  a.state_out = f32_rows(c, NULL);
+  c->tier->decode_tokens(&a);
+  check_same_bits("out over v, no state stored", want, out, out_bytes, 4);
+  BENCH(c, c->ref->decode_tokens(&a), c->tier->decode_tokens(&a));
+}

@@ -130,8 +130,23 @@ struct gdn_decode_step {
   float *out;                     /* [n_cols] */
   struct gdn_state_ref state_in;  /* data null = zero state */
   struct gdn_state_ref state_out; /* data null = not stored; may be state_in; of the same dtype, layout and stride */
+  int far; /* a hint, 1: fetch further ahead too, as the state is not in a cache that many share */
 };
 typedef void gdn_decode_step_fn(const struct gdn_decode_step *a);
+
+/* n >= 1 tokens on n_cols (multiple of 32) columns of a [V, K] state in caller memory, which is read once. */
+struct gdn_decode_tokens {
+  int n, dim_k, n_cols;
+  const float *q, *k;                       /* [n][dim_k] */
+  const float *kq, *decay, *beta;           /* [n] */
+  const float *v;                           /* [n][n_cols] */
+  float *out;                               /* [n][n_cols]; may be v */
+  struct gdn_state_ref state_in;            /* data null = zero state */
+  struct gdn_state_ref state_out;           /* data null = not stored; may be state_in; [V, K] of any dtype */
+  const struct gdn_state_ref *token_states; /* [n] the same for the state after each token; null = none is stored */
+};
+/* The bits of n gdn_decode_step_fn, but for the rounding of states between them. */
+typedef void gdn_decode_tokens_fn(const struct gdn_decode_tokens *a);
 
 /* ---- chunk form: one chunk of n <= 64 tokens, padded in scratch to n16, the next multiple of 16 ----
  * Per q/k head: chunk_qk. Per value head: chunk_gates, chunk_mask, chunk_solve. Per value head and columns
@@ -216,6 +231,7 @@ typedef void gdn_thread_end_fn(uint32_t saved);
   X(state_store)                                                                                                       \
   X(recur)                                                                                                             \
   X(decode_step)                                                                                                       \
+  X(decode_tokens)                                                                                                     \
   X(chunk_qk)                                                                                                          \
   X(chunk_gates)                                                                                                       \
   X(chunk_mask)                                                                                                        \

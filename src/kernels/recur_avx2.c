@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Rows, gates, recurrent form and decode step with AVX2, FMA and F16C: vectors of 8 floats for recur_f32.h. */
+ * Rows, gates, recurrent form and decode step with AVX2, FMA and F16C: vectors of 8 floats for recur_f32.h and
+ * decode_f32.h. */
 #include "kernels/kernels.h"
 #include "kernels/vec_avx2.h"
 
@@ -153,7 +154,42 @@ TIER_INLINE struct v32 v32_add(struct v32 x, struct v32 y) {
                       _mm256_add_ps(x.d, y.d)};
 }
 
-#include "kernels/recur_f32.h"
+TIER_INLINE vec halves(float low, float high) {
+  return _mm256_insertf128_ps(_mm256_set1_ps(low), _mm_set1_ps(high), 1);
+}
+
+TIER_INLINE struct row_sums sums_of_rows(const vec x[8], const vec y[8]) {
+  return (struct row_sums){v8_sum_rows(x), v8_sum_rows(y)};
+}
+
+TIER_INLINE __m256 sums_of_pair(vec even, vec odd) {
+  return _mm256_add_ps(_mm256_unpacklo_ps(even, odd), _mm256_unpackhi_ps(even, odd));
+}
+
+TIER_INLINE vec even_twice(vec x) {
+  return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
+}
+
+TIER_INLINE vec odd_twice(vec x) {
+  return _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(1, 3, 5, 7, 1, 3, 5, 7));
+}
+
+TIER_INLINE void load_pair(const uint16_t *a, const uint16_t *b, vec *even, vec *odd) {
+  const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)a));
+  const __m256i x = _mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i *)b), 1);
+  *even = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  *odd = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+}
+
+TIER_INLINE void store_pair(uint16_t *a, uint16_t *b, vec even, vec odd, int finite) {
+  const __m256i e = finite ? _mm256_srli_epi32(v8_round_finite_bf16(even), 16) : v8_round_bf16(even);
+  const __m256i o = finite ? v8_round_finite_bf16(odd) : _mm256_slli_epi32(v8_round_bf16(odd), 16);
+  const __m256i r = _mm256_blend_epi16(e, o, 0xaa);
+  _mm_storeu_si128((__m128i *)a, _mm256_castsi256_si128(r));
+  _mm_storeu_si128((__m128i *)b, _mm256_extracti128_si256(r, 1));
+}
+
+#include "kernels/decode_f32.h"
 
 void gdn_fill_recur_avx2(struct gdn_kernels *t) {
   t->recur_cols = GDN_PANEL;
@@ -166,4 +202,5 @@ void gdn_fill_recur_avx2(struct gdn_kernels *t) {
   t->state_store = recur_state_store;
   t->recur = recur_tokens;
   t->decode_step = recur_decode_step;
+  t->decode_tokens = recur_decode_tokens;
 }

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Rows, gates, recurrent form and decode step with AVX-512 F, BW, DQ and VL: vectors of 16 floats for recur_f32.h. */
+ * Rows, gates, recurrent form and decode step with AVX-512 F, BW, DQ and VL: vectors of 16 floats for recur_f32.h and
+ * decode_f32.h. */
 #include "kernels/kernels.h"
+#include "kernels/vec_avx2.h"
 #include "kernels/vec_avx512.h"
 
 #define LANES 16
@@ -142,7 +144,45 @@ TIER_INLINE struct v32 v32_add(struct v32 x, struct v32 y) {
   return (struct v32){_mm512_add_ps(x.a, y.a), _mm512_add_ps(x.b, y.b)};
 }
 
-#include "kernels/recur_f32.h"
+TIER_INLINE vec halves(float low, float high) {
+  return _mm512_insertf32x8(_mm512_set1_ps(low), _mm256_set1_ps(high), 1);
+}
+
+TIER_INLINE struct row_sums sums_of_rows(const vec x[8], const vec y[8]) {
+  const vec sums = v16_sum_rows(x, y);
+  return (struct row_sums){_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1)};
+}
+
+TIER_INLINE __m256 sums_of_pair(vec even, vec odd) {
+  /* 128-bit lanes: a's chains 0 .. 3, a's 8 .. 11, the same of b; and 4 .. 7, 12 .. 15. */
+  const vec low = _mm512_unpacklo_ps(even, odd), high = _mm512_unpackhi_ps(even, odd);
+  const vec s = _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  return _mm256_add_ps(_mm512_castps512_ps256(s), _mm512_extractf32x8_ps(s, 1));
+}
+
+TIER_INLINE vec even_twice(vec x) {
+  return _mm512_permutexvar_ps(_mm512_set_epi32(14, 12, 10, 8, 6, 4, 2, 0, 14, 12, 10, 8, 6, 4, 2, 0), x);
+}
+
+TIER_INLINE vec odd_twice(vec x) {
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 15, 13, 11, 9, 7, 5, 3, 1), x);
+}
+
+TIER_INLINE void load_pair(const uint16_t *a, const uint16_t *b, vec *even, vec *odd) {
+  const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)a));
+  const __m512i x = _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i *)b), 1);
+  *even = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  *odd = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+TIER_INLINE void store_pair(uint16_t *a, uint16_t *b, vec even, vec odd, int finite) {
+  __m512i e = v16_round_bf16(even, finite), o = v16_round_bf16(odd, finite);
+  const __m512i r = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(e, 16), o);
+  _mm256_storeu_si256((__m256i *)a, _mm512_castsi512_si256(r));
+  _mm256_storeu_si256((__m256i *)b, _mm512_extracti64x4_epi64(r, 1));
+}
+
+#include "kernels/decode_f32.h"
 
 void gdn_fill_recur_avx512(struct gdn_kernels *t) {
   t->recur_cols = GDN_PANEL;
@@ -155,4 +195,5 @@ void gdn_fill_recur_avx512(struct gdn_kernels *t) {
   t->state_store = recur_state_store;
   t->recur = recur_tokens;
   t->decode_step = recur_decode_step;
+  t->decode_tokens = recur_decode_tokens;
 }

@@ -141,6 +141,33 @@ static void gdn_decode_step_ref(const struct gdn_decode_step *a) {
   }
 }
 
+static void store_column(const struct gdn_state_ref *to, int c, int dim_k, const float *s) {
+  for (int j = 0; to->data && j < dim_k; j++) gdn_store_elem(to->data, state_at(to, c, j), to->dtype, s[j]);
+}
+
+static void gdn_decode_tokens_ref(const struct gdn_decode_tokens *a) {
+  const struct gdn_state_ref *in = &a->state_in;
+  assert(a->n >= 1 && a->dim_k % GDN_PANEL == 0 && a->dim_k <= GDN_DIM_MAX);
+  for (int c = 0; c < a->n_cols; c++) {
+    float s[GDN_DIM_MAX] = {0};
+    for (int j = 0; in->data && j < a->dim_k; j++) s[j] = gdn_load_elem(in->data, state_at(in, c, j), in->dtype);
+    for (int t = 0; t < a->n; t++) {
+      const float *q = a->q + (ptrdiff_t)t * a->dim_k, *k = a->k + (ptrdiff_t)t * a->dim_k;
+      const ptrdiff_t at = (ptrdiff_t)t * a->n_cols + c;
+      float x = 0.0f, y = 0.0f;
+      for (int j = 0; j < a->dim_k; j++) {
+        x += s[j] * k[j];
+        y += s[j] * q[j];
+      }
+      const float d = a->beta[t] * (a->v[at] - a->decay[t] * x);
+      a->out[at] = a->decay[t] * y + a->kq[t] * d;
+      for (int j = 0; j < a->dim_k; j++) s[j] = a->decay[t] * s[j] + d * k[j];
+      if (a->token_states) store_column(&a->token_states[t], c, a->dim_k, s);
+    }
+    store_column(&a->state_out, c, a->dim_k, s);
+  }
+}
+
 void gdn_fill_recur_ref(struct gdn_kernels *t) {
   t->recur_cols = GDN_PANEL;
   t->load_rows = gdn_load_rows_ref;
@@ -152,4 +179,5 @@ void gdn_fill_recur_ref(struct gdn_kernels *t) {
   t->state_store = gdn_state_store_ref;
   t->recur = gdn_recur_ref;
   t->decode_step = gdn_decode_step_ref;
+  t->decode_tokens = gdn_decode_tokens_ref;
 }

@@ -160,4 +160,24 @@ static inline __attribute__((always_inline)) void v8_transpose(__m256 r[8]) {
   }
 }
 
+/* Sums of 8 rows, lane i of row i. Of a row's vector, lanes l and l + 4 are added, then l and l + 2, then the last two.
+ */
+struct row_sums {
+  __m256 x, y;
+};
+
+/* From four partial sums of each row, rows i and i + 4 in the halves of t[i]. */
+static inline __attribute__((always_inline)) __m256 v8_sum_quarters(const __m256 t[4]) {
+  const __m256 a = _mm256_add_ps(_mm256_unpacklo_ps(t[0], t[1]), _mm256_unpackhi_ps(t[0], t[1]));
+  const __m256 b = _mm256_add_ps(_mm256_unpacklo_ps(t[2], t[3]), _mm256_unpackhi_ps(t[2], t[3]));
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+}
+
+static inline __attribute__((always_inline)) __m256 v8_sum_rows(const __m256 r[8]) {
+  __m256 t[4];
+  for (int i = 0; i < 4; i++)
+    t[i] = _mm256_add_ps(_mm256_permute2f128_ps(r[i], r[i + 4], 0x20), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  return v8_sum_quarters(t);
+}
+
 #endif

@@ -35,22 +35,25 @@ static inline __m512 v16_load_bf16(const uint16_t *p) {
   return v16_from_bf16(_mm256_loadu_si256((const __m256i *)p));
 }
 
-/* The bfloat16 nearest to each float, ties to even; NaN becomes quiet. */
-static inline __m256i v16_to_bf16(__m512 x) {
+/* The bfloat16 nearest to each float, ties to even, in the high halves of 32-bit lanes, whose low halves hold anything;
+ * NaN becomes quiet. finite: there is none. */
+static inline __attribute__((always_inline)) __m512i v16_round_bf16(__m512 x, int finite) {
   const __m512i u = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 odd = _mm512_test_epi32_mask(u, _mm512_set1_epi32(0x10000));
+  const __m512i r = _mm512_add_epi32(u, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_mask_add_epi32(r, odd, r, _mm512_set1_epi32(1));
+  if (finite) return rounded;
   const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  const __m512i picked = _mm512_mask_or_epi32(rounded, is_nan, u, _mm512_set1_epi32(0x400000));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(picked, 16));
+  return _mm512_mask_or_epi32(rounded, is_nan, u, _mm512_set1_epi32(0x400000));
 }
 
-/* The same, not for NaN. */
+static inline __m256i v16_to_bf16(__m512 x) {
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(v16_round_bf16(x, 0), 16));
+}
+
+/* Not for NaN. */
 static inline void v16_store_finite_bf16(uint16_t *p, __m512 x) {
-  const __m512i u = _mm512_castps_si512(x);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(v16_round_bf16(x, 1), 16)));
 }
 
 static inline void v16_store_bf16(uint16_t *p, __m512 x) {
@@ -145,6 +148,25 @@ static inline __attribute__((always_inline)) void v16_transpose(__m512 r[16]) {
     r[8 + j] = _mm512_shuffle_f32x4(c, d, 0x88);
     r[12 + j] = _mm512_shuffle_f32x4(c, d, 0xdd);
   }
+}
+
+/* Of a row's vector, lanes l and l + 8 are added, then l and l + 4, then l and l + 2. Two of each are left: in 128-bit
+ * lanes rows 0 and 2, 4 and 6, 1 and 3, 5 and 7, alternating. */
+static inline __attribute__((always_inline)) __m512 v16_halve_rows(const __m512 r[8]) {
+  __m512 h[4], g[2];
+  for (int i = 0; i < 4; i++)
+    h[i] = _mm512_add_ps(_mm512_shuffle_f32x4(r[i], r[i + 4], 0x44), _mm512_shuffle_f32x4(r[i], r[i + 4], 0xee));
+  for (int i = 0; i < 2; i++)
+    g[i] = _mm512_add_ps(_mm512_shuffle_f32x4(h[2 * i], h[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(h[2 * i], h[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_unpacklo_ps(g[0], g[1]), _mm512_unpackhi_ps(g[0], g[1]));
+}
+
+/* Lane i: the sum of x[i], lane 8 + i: of y[i], added as by v8_sum_rows after l and l + 8. */
+static inline __attribute__((always_inline)) __m512 v16_sum_rows(const __m512 x[8], const __m512 y[8]) {
+  const __m512 a = v16_halve_rows(x), b = v16_halve_rows(y);
+  const __m512 s = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  return _mm512_permutexvar_ps(_mm512_set_epi32(15, 7, 14, 6, 11, 3, 10, 2, 13, 5, 12, 4, 9, 1, 8, 0), s);
 }
 
 #endif

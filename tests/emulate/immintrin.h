@@ -519,6 +519,13 @@ EMU_HALF(_mm512_extractf32x4_ps, __m512, __m128, 4)
 EMU_INSERT(_mm512_insertf32x8, __m512, __m256)
 EMU_WIDEN(_mm512_castps256_ps512, __m512, __m256)
 EMU_WIDEN(_mm512_castps128_ps512, __m512, __m128)
+EMU_HALF(_mm512_extracti64x4_epi64, __m512i, __m256i, 2)
+EMU_INSERT(_mm512_inserti64x4, __m512i, __m256i)
+EMU_WIDEN(_mm512_castsi256_si512, __m512i, __m256i)
+
+EMU __m256i _mm512_castsi512_si256(__m512i x) {
+  return _mm512_extracti64x4_epi64(x, 0);
+}
 
 EMU __m256 _mm512_castps512_ps256(__m512 x) {
   return _mm512_extractf32x8_ps(x, 0);
@@ -624,6 +631,17 @@ EMU __m512 _mm512_maskz_fmadd_ps(__mmask16 mask, __m512 a, __m512 b, __m512 c) {
 
 EMU __m512 _mm512_maskz_fnmadd_ps(__mmask16 mask, __m512 a, __m512 b, __m512 c) {
   return _mm512_maskz_mov_ps(mask, _mm512_fnmadd_ps(a, b, c));
+}
+
+EMU __mmask16 _mm512_test_epi32_mask(__m512i a, __m512i b) {
+  const emu_i16 both = (emu_i16)(a & b);
+  uint32_t mask = 0;
+  for (int i = 0; i < 16; i++) mask |= (uint32_t)(both[i] != 0) << i;
+  return (__mmask16)mask;
+}
+
+EMU __m512i _mm512_mask_add_epi32(__m512i no, __mmask16 mask, __m512i a, __m512i b) {
+  return (__m512i)emu_pick_16(emu_lanes_16(mask), (__m512)((emu_u16)a + (emu_u16)b), (__m512)no);
 }
 
 EMU __m512i _mm512_mask_or_epi32(__m512i no, __mmask16 mask, __m512i a, __m512i b) {
