@@ -27,8 +27,8 @@ double kernel_median(double *x, int n) {
   return x[n / 2];
 }
 
-int bf16_chunks(const struct kcase *c) {
-  return strcmp(c->tier->tier, "avx512bf16") == 0 || strcmp(c->tier->tier, "amx") == 0;
+int bf16_chunks(const struct gdn_kernels *k) {
+  return strcmp(k->tier, "avx512bf16") == 0 || strcmp(k->tier, "amx") == 0;
 }
 
 /* ---- inputs ---- */

@@ -25,8 +25,8 @@ GDN_KERNEL_LIST(KERNEL_CHECK)
 
 /* kernel_chunk_bf16.c: the row of c where products have bf16 operands. */
 void check_chunk_bf16(struct kcase *c);
-/* Whether they have in the tier under test. */
-int bf16_chunks(const struct kcase *c);
+/* Whether they have in this tier. */
+int bf16_chunks(const struct gdn_kernels *k);
 
 /* ---- inputs ---- */
 

@@ -35,38 +35,57 @@ struct gdn_rows rows_from(struct gdn_rows rows, int i) {
   return rows;
 }
 
+/* Scratch of x, of which C, K and V are the sizes: its name, the primitive that makes it, its bytes. */
+#define CHUNK_BUFFERS(X)                                                                                               \
+  X(q, QK, C *K * 4)                                                                                                   \
+  X(k, QK, C *K * 4)                                                                                                   \
+  X(kt, QK, C *K * 4)                                                                                                  \
+  X(q_mult, QK, C * 4)                                                                                                 \
+  X(k_mult, QK, C * 4)                                                                                                 \
+  X(kk, QK, C *C * 4)                                                                                                  \
+  X(qk, QK, C *C * 4)                                                                                                  \
+  X(decay, GATES, C * 4)                                                                                               \
+  X(gate_hi, GATES, C * 4)                                                                                             \
+  X(gate_lo, GATES, C * 4)                                                                                             \
+  X(decay_in, GATES, C * 4)                                                                                            \
+  X(decay_out, GATES, C * 4)                                                                                           \
+  X(decay_all, GATES, 4)                                                                                               \
+  X(beta, GATES, C * 4)                                                                                                \
+  X(l, MASK, C *C * 4)                                                                                                 \
+  X(a, MASK, C *C * 4)                                                                                                 \
+  X(t, MASK, C *C * 4)                                                                                                 \
+  X(state_op, BEGIN, K *V * 4)                                                                                         \
+  X(resid, DELTA, C *V * 4)                                                                                            \
+  X(delta_f32, DELTA, C *V * 4)                                                                                        \
+  X(delta, DELTA, C *V * 4)                                                                                            \
+  X(delta_out, DELTA, C *V * 4)                                                                                        \
+  X(inter, OUT, C *V * 4)
+
 struct gdn_chunk *make_chunk(const struct kcase *c, const struct chunk_data *d, int use_jit, int32_t out_dtype) {
   const int64_t C = GDN_CHUNK, K = c->K, V = c->V;
   struct gdn_chunk *x = check_alloc(sizeof *x);
   *x = (struct gdn_chunk){.dim_k = c->K, .dim_v = c->V, .l2norm = 1, .scale = 1 / sqrtf((float)c->K), .eps = 1e-6f};
   x->gemms = gemms_for(c->K, c->V, use_jit);
-  x->q = alloc_f32(C * K);
-  x->k = alloc_f32(C * K);
-  x->kt = alloc_f32(C * K);
-  x->q_mult = alloc_f32(C);
-  x->k_mult = alloc_f32(C);
-  x->decay = alloc_f32(C);
-  x->kk = alloc_f32(C * C);
-  x->qk = alloc_f32(C * C);
-  x->gate_hi = alloc_f32(C);
-  x->gate_lo = alloc_f32(C);
-  x->decay_in = alloc_f32(C);
-  x->decay_out = alloc_f32(C);
-  x->beta = alloc_f32(C);
-  x->decay_all = alloc_f32(1);
-  x->l = alloc_f32(C * C);
-  x->a = alloc_f32(C * C);
-  x->t = alloc_f32(C * C);
+#define MAKE_BUFFER(name, made_by, bytes) x->name = check_alloc((size_t)(bytes));
+  CHUNK_BUFFERS(MAKE_BUFFER)
+#undef MAKE_BUFFER
+  x->hot = check_alloc(GDN_HOT_BYTES);
   x->state = alloc_f32(K * V);
   memcpy(x->state, d->state, (size_t)(K * V) * 4);
-  x->state_op = alloc_f32(K * V);
-  x->resid = check_alloc((size_t)(C * V) * 6);
-  x->inter = alloc_f32(C * V);
-  x->delta_f32 = alloc_f32(C * V);
-  x->delta = alloc_f32(C * V);
-  x->delta_out = alloc_f32(C * V);
   x->out_rows = poison_rows(FIRST_LEN + c->n, c->V, 9, out_dtype);
   return x;
+}
+
+/* What a primitive makes or uses as scratch, so that reading it first shows. Tiers of bf16 operands keep the state in
+ * state_op and make state of it. */
+static void spoil(const struct gdn_kernels *k, const struct gdn_chunk *x, enum stage stage) {
+  const int64_t C = GDN_CHUNK, K = x->dim_k, V = x->dim_v;
+#define SPOIL_BUFFER(name, made_by, bytes)                                                                             \
+  if (stage == (made_by)) check_poison(x->name, (size_t)(bytes));
+  CHUNK_BUFFERS(SPOIL_BUFFER)
+#undef SPOIL_BUFFER
+  check_poison(x->hot, GDN_HOT_BYTES);
+  if (stage == END && bf16_chunks(k)) check_poison(x->state, (size_t)(K * V) * 4);
 }
 
 void set_chunk(struct gdn_chunk *x, const struct chunk_data *d, int start, int n) {
@@ -80,17 +99,26 @@ void set_chunk(struct gdn_chunk *x, const struct chunk_data *d, int start, int n
 }
 
 void run_columns(const struct gdn_kernels *k, struct gdn_chunk *x, int col, int n_cols, enum stage last) {
-  void (*const per_slice[])(const struct gdn_chunk *, int, int) = {k->chunk_residual, k->chunk_delta, k->chunk_out,
-                                                                   k->chunk_state};
-  for (int s = RESIDUAL; s <= (int)last; s++) per_slice[s - RESIDUAL](x, col, n_cols);
+  void (*const per_slice[])(const struct gdn_chunk *, int, int) = {k->chunk_delta, k->chunk_out, k->chunk_state,
+                                                                   k->chunk_end};
+  for (int s = DELTA; s <= (int)last; s++) {
+    if (n_cols == x->dim_v) spoil(k, x, (enum stage)s);
+    per_slice[s - DELTA](x, col, n_cols);
+  }
 }
 
 void run_stages(const struct gdn_kernels *k, struct gdn_chunk *x, int width, int begin, enum stage last) {
   void (*const per_head[])(const struct gdn_chunk *) = {k->chunk_qk, k->chunk_gates, k->chunk_mask, k->chunk_solve};
-  for (int s = QK; s <= SOLVE && s <= (int)last; s++) per_head[s](x);
+  for (int s = QK; s <= SOLVE && s <= (int)last; s++) {
+    if (width >= x->dim_v) spoil(k, x, (enum stage)s);
+    per_head[s](x);
+  }
   for (int col = 0; col < x->dim_v; col += width) {
     int n_cols = x->dim_v - col < width ? x->dim_v - col : width;
-    if (begin && last >= BEGIN) k->chunk_begin(x, col, n_cols);
+    if (begin && last >= BEGIN) {
+      if (n_cols == x->dim_v) spoil(k, x, BEGIN);
+      k->chunk_begin(x, col, n_cols);
+    }
     run_columns(k, x, col, n_cols, last);
   }
 }
@@ -111,4 +139,21 @@ struct gdn_chunk *run_chunks(const struct kcase *c, const struct gdn_kernels *k,
   run_stages(k, x, width, 0, last);
   check_gaps(&all, FIRST_LEN + (last >= OUT ? c->n : 0), c->V);
   return x;
+}
+
+float *out_numbers(const struct gdn_chunk *x) {
+  struct gdn_rows out = {x->out_rows.data, x->out_rows.stride_elems, x->out_rows.dtype};
+  float *numbers = alloc_f32((int64_t)x->n * x->dim_v);
+  for (int i = 0; i < x->n; i++) {
+    for (int j = 0; j < x->dim_v; j++) numbers[i * x->dim_v + j] = row_get(&out, i, j);
+  }
+  return numbers;
+}
+
+void check_same_out(const char *what, const struct gdn_chunk *a, const struct gdn_chunk *b) {
+  check_same_bits(what, out_numbers(a), out_numbers(b), (size_t)(a->n * a->dim_v) * 4, 4);
+}
+
+double chunk_limit(const struct kcase *c) {
+  return 0x1p-24 * (24 + c->K / 4);
 }

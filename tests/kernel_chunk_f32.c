@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The chunk form's primitives in f32, each against its definition or against ref. */
+ * The chunk form's primitives in f32, each against its definition or against ref; see also kernel_chunk_state.c. */
 #include <math.h>
 #include <string.h>
 
@@ -23,11 +23,6 @@ static void check_lower(const char *what, const float *got, const float *want, i
   for (int64_t i = 0; i < n; i++) check_limit(what, fabs((double)x[i] - (double)y[i]) / magnitude, limit);
 }
 
-/* f32 sums over K and over up to 64 tokens in two orders. */
-static double chunk_limit(const struct kcase *c) {
-  return 0x1p-24 * (24 + c->K / 4);
-}
-
 /* Two chunks twice, by ref and by the tier; in slices of 32 and of all columns the tier's bits must be the same. */
 struct pair {
   struct gdn_chunk *ref, *tier;
@@ -36,17 +31,11 @@ struct pair {
 static struct pair run_pair(struct kcase *c, enum stage last, int32_t out_dtype) {
   struct chunk_data d = random_chunks(c);
   struct pair p = {run_chunks(c, c->ref, &d, c->V, last, out_dtype), run_chunks(c, c->tier, &d, c->V, last, out_dtype)};
-  if (last < RESIDUAL) return p;
+  if (last < DELTA) return p;
   struct gdn_chunk *slices = run_chunks(c, c->tier, &d, 32, last, out_dtype);
   size_t row_bytes = (size_t)c->V * 4;
-  if (last == RESIDUAL) check_same_bits("inter in slices", p.tier->inter, slices->inter, (size_t)c->n * row_bytes, 4);
-  if (last >= DELTA)
-    check_same_bits("delta in slices", p.tier->delta_f32, slices->delta_f32, (size_t)c->n * row_bytes, 4);
-  for (int i = 0; last >= OUT && i < c->n; i++) {
-    int64_t at = i * slices->out_rows.stride_elems * elem_bytes(out_dtype);
-    check_same_bits("out in slices", (char *)p.tier->out_rows.data + at, (char *)slices->out_rows.data + at,
-                    (size_t)(c->V * elem_bytes(out_dtype)), (size_t)elem_bytes(out_dtype));
-  }
+  check_same_bits("delta in slices", p.tier->delta_f32, slices->delta_f32, (size_t)c->n * row_bytes, 4);
+  if (last >= OUT) check_same_out("out in slices", p.tier, slices);
   if (last >= STATE) check_same_bits("state in slices", p.tier->state, slices->state, (size_t)c->K * row_bytes, 4);
   return p;
 }
@@ -157,12 +146,14 @@ void check_chunk_solve(struct kcase *c) {
   BENCH(c, c->ref->chunk_solve(x), c->tier->chunk_solve(x));
 }
 
-/* What begin makes shows in the product of q with the state. */
+/* What begin makes shows in q S, which is all that out is where beta is 0. */
 void check_chunk_begin(struct kcase *c) {
   struct chunk_data d = random_chunks(c);
   struct gdn_chunk *x = make_chunk(c, &d, c->tier != c->ref, GDN_ROWS_F32);
   set_chunk(x, &d, FIRST_LEN, c->n);
-  run_stages(c->tier, x, c->V, 1, RESIDUAL);
+  for (int i = 0; i < c->n; i++) row_put(&x->beta_rows, i, 0, 0);
+  x->g_rows.data = NULL;
+  run_stages(c->tier, x, c->V, 1, OUT);
   double *want = check_alloc((size_t)c->n * (size_t)c->V * sizeof(double));
   for (int i = 0; i < c->n; i++) {
     double norm = 1e-6;
@@ -173,14 +164,8 @@ void check_chunk_begin(struct kcase *c) {
       want[i * c->V + j] = sum / sqrt(norm * c->K);
     }
   }
-  check_close("inter", x->inter, want, (int64_t)c->n * c->V, chunk_limit(c));
+  check_close("q S", out_numbers(x), want, (int64_t)c->n * c->V, chunk_limit(c));
   BENCH(c, c->ref->chunk_begin(x, 0, c->V), c->tier->chunk_begin(x, 0, c->V));
-}
-
-void check_chunk_residual(struct kcase *c) {
-  struct pair p = run_pair(c, RESIDUAL, GDN_ROWS_F32);
-  check_close_f32("inter", p.tier->inter, p.ref->inter, (int64_t)c->n * c->V, chunk_limit(c));
-  BENCH(c, c->ref->chunk_residual(p.ref, 0, c->V), c->tier->chunk_residual(p.tier, 0, c->V));
 }
 
 void check_chunk_delta(struct kcase *c) {
@@ -192,67 +177,15 @@ void check_chunk_delta(struct kcase *c) {
 void check_chunk_out(struct kcase *c) {
   for (int32_t dtype = GDN_ROWS_F32; dtype <= GDN_ROWS_BF16; dtype++) {
     struct pair p = run_pair(c, OUT, dtype);
-    float *got = alloc_f32(c->V), *want = alloc_f32(c->V);
-    double error = 0, norm = 0;
-    for (int i = 0; i < c->n; i++) {
-      struct gdn_rows a = {p.tier->out_rows.data, p.tier->out_rows.stride_elems, dtype};
-      struct gdn_rows b = {p.ref->out_rows.data, p.ref->out_rows.stride_elems, dtype};
-      for (int j = 0; j < c->V; j++) {
-        got[j] = row_get(&a, i, j);
-        want[j] = row_get(&b, i, j);
-        error += (double)(got[j] - want[j]) * (double)(got[j] - want[j]);
-        norm += (double)want[j] * (double)want[j];
-      }
-    }
     /* As bf16, the few elements that round the other way are off by 2^-8: 1e-3 is one in fifteen of them. */
-    check_limit("out", sqrt(error / norm), dtype == GDN_ROWS_F32 ? chunk_limit(c) : 1e-3);
+    check_close_f32("out", out_numbers(p.tier), out_numbers(p.ref), (int64_t)c->n * c->V,
+                    dtype == GDN_ROWS_F32 ? chunk_limit(c) : 1e-3);
     BENCH(c, c->ref->chunk_out(p.ref, 0, c->V), c->tier->chunk_out(p.tier, 0, c->V));
   }
 }
 
 void check_chunk_state(struct kcase *c) {
-  struct pair p = run_pair(c, STATE, GDN_ROWS_F32);
+  struct pair p = run_pair(c, END, GDN_ROWS_F32);
   check_close_f32("state", p.tier->state, p.ref->state, (int64_t)c->K * c->V, chunk_limit(c));
-  /* The operand that comes with the new state is the one that begin would make of it. */
-  struct gdn_chunk *x = p.tier;
-  size_t inter_bytes = (size_t)c->n * (size_t)c->V * 4;
-  float *inter = alloc_f32((int64_t)c->n * c->V);
-  c->tier->chunk_residual(x, 0, c->V);
-  memcpy(inter, x->inter, inter_bytes);
-  c->tier->chunk_begin(x, 0, c->V);
-  c->tier->chunk_residual(x, 0, c->V);
-  check_same_bits("inter after begin on the new state", inter, x->inter, inter_bytes, 4);
   BENCH(c, c->ref->chunk_state(p.ref, 0, c->V), c->tier->chunk_state(p.tier, 0, c->V));
-}
-
-/* The state inside a chunk is the one that a chunk of those tokens leaves, and asking for it changes nothing else. */
-void check_chunk_state_at(struct kcase *c) {
-  struct chunk_data d = random_chunks(c);
-  struct gdn_chunk *undisturbed = run_chunks(c, c->tier, &d, c->V, STATE, GDN_ROWS_F32);
-  int64_t n_state = (int64_t)c->K * c->V;
-  float *whole = alloc_f32(n_state), *panels = alloc_f32(n_state);
-  for (int n_at = 1; n_at < c->n; n_at = n_at * 3 + 2) {
-    struct gdn_chunk *x = run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32);
-    c->tier->chunk_state_at(x, n_at, 0, c->V, whole);
-    for (int col = 0; col < c->V; col += 32) {
-      /* A bf16 tier's V' holds the columns of the last calls only. */
-      struct gdn_chunk *part = bf16_chunks(c) ? run_chunks(c, c->tier, &d, 32, OUT, GDN_ROWS_F32) : x;
-      if (bf16_chunks(c)) run_columns(c->tier, part, col, 32, OUT);
-      c->tier->chunk_state_at(part, n_at, col, 32, panels + (int64_t)col * c->K);
-    }
-    check_same_bits("state inside the chunk in slices", whole, panels, (size_t)n_state * 4, 4);
-    struct kcase part = *c;
-    part.n = n_at;
-    struct gdn_chunk *want = run_chunks(&part, c->ref, &d, c->V, STATE, GDN_ROWS_F32);
-    double limit = bf16_chunks(c) ? bf16_state_at_limit(c, &d, n_at, want->state) : chunk_limit(c);
-    check_close_f32("state inside the chunk", whole, want->state, n_state, limit);
-    c->tier->chunk_state(x, 0, c->V);
-    check_same_bits("state after it", x->state, undisturbed->state, (size_t)n_state * 4, 4);
-  }
-  if (c->n > 1) {
-    struct pair p = {run_chunks(c, c->ref, &d, c->V, OUT, GDN_ROWS_F32),
-                     run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32)};
-    BENCH(c, c->ref->chunk_state_at(p.ref, c->n - 1, 0, c->V, whole),
-          c->tier->chunk_state_at(p.tier, c->n - 1, 0, c->V, whole));
-  }
 }
