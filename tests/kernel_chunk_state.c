@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * The state in the chunk form, which every tier must treat alike whatever its operands are: on its way to them and back,
- * inside a chunk, and in columns that a call was not given. */
+ * The state in the chunk form, which every tier must treat alike whatever its operands are: on its way to them and
+ * back, inside a chunk, and in columns that a call was not given. */
 #include <math.h>
 #include <string.h>
 
