@@ -215,7 +215,7 @@ static ALWAYS_INLINE void end_unit(const struct job *j, int r) {
 /* Block at: elements of the state before it. */
 static ALWAYS_INLINE struct job state_block(const struct gdn_chunk *c, int64_t at) {
   uint16_t *upper = c->state_op;
-  return (struct job){.op = upper + at, .dst = upper + (int64_t)c->dim_k * c->dim_v + at, .factor = *c->decay_all};
+  return (struct job){.op = upper + at, .dst = upper + (int64_t)c->dim_k * c->dim_v + at};
 }
 
 static inline void chunk_begin_bf16(const struct gdn_chunk *c, int col, int n_cols) {
@@ -327,6 +327,7 @@ static ALWAYS_INLINE void chunk_state_body(const struct gdn_chunk *c, int col, i
     block_product(&in, 2, 1, i < rounds ? steps : 0, NULL, sums[i % 2], state_unit, &j, i ? 16 : 0, 0);
     j = state_block(c, (p * blocks + b) * BLOCK_ELEMS);
     j.src = sums[i % 2];
+    j.factor = *c->decay_all;
     j.fresh = c->zero_state;
     plan_ahead(c, p, b, &j);
   }
