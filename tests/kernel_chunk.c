@@ -98,6 +98,15 @@ void set_chunk(struct gdn_chunk *x, const struct chunk_data *d, int start, int n
   x->beta_rows = rows_from(d->beta, start);
 }
 
+void start_from_zero(struct gdn_chunk *x, int in_memory) {
+  const size_t bytes = (size_t)x->dim_k * (size_t)x->dim_v * 4;
+  x->zero_state = !in_memory;
+  memset(x->state, 0, bytes);
+  if (in_memory) return;
+  check_poison(x->state, bytes);
+  check_poison(x->state_op, bytes);
+}
+
 void run_columns(const struct gdn_kernels *k, struct gdn_chunk *x, int col, int n_cols, enum stage last) {
   void (*const per_slice[])(const struct gdn_chunk *, int, int) = {k->chunk_delta, k->chunk_out, k->chunk_state,
                                                                    k->chunk_end};

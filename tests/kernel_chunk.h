@@ -24,6 +24,9 @@ struct gdn_chunk *make_chunk(const struct kcase *c, const struct chunk_data *d, 
 void set_chunk(struct gdn_chunk *x, const struct chunk_data *d, int start, int n);
 struct gdn_rows rows_from(struct gdn_rows rows, int i);
 
+/* Makes the chunk one that starts from zero: such a state for begin, or, in tiers that know it, the word alone. */
+void start_from_zero(struct gdn_chunk *x, int in_memory);
+
 /* Primitives from delta up to last, over these columns. */
 void run_columns(const struct gdn_kernels *k, struct gdn_chunk *x, int col, int n_cols, enum stage last);
 /* Primitives up to last, over columns in slices of width. Where that is all of them, what a primitive makes and uses as

@@ -114,16 +114,6 @@ static struct gdn_rows maybe_rows(struct gdn_rows rows, int i) {
   return rows.data != NULL ? rows_from(rows, i) : rows;
 }
 
-/* Where the second chunk starts from zero: such a state, or if all columns go at once the word alone. */
-static void start_from_zero(struct gdn_chunk *x, int in_memory) {
-  const size_t bytes = (size_t)x->dim_k * (size_t)x->dim_v * 4;
-  x->zero_state = !in_memory;
-  memset(x->state, 0, bytes);
-  if (in_memory) return;
-  check_poison(x->state, bytes);
-  check_poison(x->state_op, bytes);
-}
-
 /* Two chunks, the first always of full length; width columns at a time. start gets the state between them. */
 static struct gdn_chunk *bf16_run(struct kcase *c, const struct bf16_inputs *in, const struct chunk_data *d, int width,
                                   float *start) {

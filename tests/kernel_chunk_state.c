@@ -132,6 +132,23 @@ void check_chunk_end(struct kcase *c) {
 
 /* ---- inside a chunk ---- */
 
+/* The state inside a sequence's first chunk, from zeros in memory and from the word that there are none. */
+static void check_state_at_from_zero(struct kcase *c) {
+  struct chunk_data d = random_chunks(c);
+  for (int n_at = c->n - 1; n_at > 0 && c->tier->knows_zero; n_at /= 2) {
+    float *panels[2];
+    for (int in_memory = 0; in_memory < 2; in_memory++) {
+      struct gdn_chunk *x = make_chunk(c, &d, 1, GDN_ROWS_F32);
+      set_chunk(x, &d, FIRST_LEN, c->n);
+      start_from_zero(x, in_memory);
+      run_stages(c->tier, x, c->V, in_memory, OUT);
+      panels[in_memory] = alloc_f32((int64_t)c->K * c->V);
+      c->tier->chunk_state_at(x, n_at, 0, c->V, panels[in_memory]);
+    }
+    check_same_bits("state inside a first chunk", panels[0], panels[1], state_bytes(c), 4);
+  }
+}
+
 /* The state inside a chunk is the one that a chunk of those tokens leaves, and asking for it changes nothing else. */
 void check_chunk_state_at(struct kcase *c) {
   struct chunk_data d = random_chunks(c);
@@ -157,6 +174,7 @@ void check_chunk_state_at(struct kcase *c) {
     c->tier->chunk_end(x, 0, c->V);
     check_same_bits("state after it", x->state, undisturbed->state, (size_t)n_state * 4, 4);
   }
+  check_state_at_from_zero(c);
   if (c->n > 1) {
     struct gdn_chunk *ref = run_chunks(c, c->ref, &d, c->V, OUT, GDN_ROWS_F32);
     struct gdn_chunk *x = run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32);
