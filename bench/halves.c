@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/gemm.h"
+#include "f32_products.h"
 #include "measure.h"
 #include "tiles.h"
 
@@ -28,11 +28,6 @@ static const int work_controls[] = {WORK_PRODUCTS, -1, WORK_SWEEP, -1};
 
 /* ---- one context, its caller and what they run ---- */
 
-#define PRODUCT_M 64
-#define PRODUCT_N 128
-#define PRODUCT_K 128
-#define PRODUCT_ELEMS (PRODUCT_M * PRODUCT_K + PRODUCT_K * PRODUCT_N + PRODUCT_M * PRODUCT_N)
-
 struct halves;
 
 struct side {
@@ -44,7 +39,7 @@ struct side {
   gdn_prefill_args prefill;
   gdn_decode_args decode;
   struct tiles *tiles; /* null: products are f32 */
-  float *operands;     /* [n_threads][PRODUCT_ELEMS] */
+  struct f32_products f32;
   bench_scale_fn scale;
   float factor; /* 1, which the compiler does not know: states keep their values */
   atomic_llong n_units;
@@ -58,7 +53,6 @@ struct side {
 struct halves {
   const struct bench_options *options;
   struct side sides[N_SIDES];
-  struct gdn_gemm gemm;
   pthread_barrier_t begin, end;
   int work; /* -1: the callers end */
   bool turn[N_SIDES];
@@ -75,10 +69,9 @@ static int run_call(struct side *s) {
 }
 
 static int64_t products_until(const struct side *s, int worker, double end_us) {
-  float *a = s->operands + (int64_t)worker * PRODUCT_ELEMS;
   int64_t n = 0;
   do {
-    gdn_gemm_run(&s->halves->gemm, a, a + PRODUCT_M * PRODUCT_K, a + PRODUCT_M * PRODUCT_K + PRODUCT_K * PRODUCT_N);
+    f32_products_one(&s->f32, worker);
     n++;
   } while (measure_now_us() < end_us);
   return n;
@@ -284,27 +277,17 @@ static int find_cpus(struct halves *h) {
 
 /* ---- preparation ---- */
 
-static void fill_operands(void *arg, int32_t worker, int32_t n_workers) {
-  float *operands = ((struct side *)arg)->operands + (int64_t)worker * PRODUCT_ELEMS;
-  (void)n_workers;
-  for (int i = 0; i < PRODUCT_ELEMS; i++) {
-    operands[i] = (float)(i % 17) * 0.01f;
-  }
-}
-
 static int make_products(struct side *s) {
   int32_t form = GDN_FORM_DEFAULT;
   int status = bench_check(gdn_prefill_form(s->session.ctx, &s->prefill, &form), "gdn_prefill");
-  const bool tiles = form == GDN_FORM_CHUNK && strcmp(s->session.info.isa, "amx") == 0;
-  if (status == BENCH_OK && tiles) {
-    s->tiles = tiles_create(&s->prompts, s->session.ctx, s->session.info.n_threads);
-  } else if (status == BENCH_OK) {
-    s->operands = bench_alloc((int64_t)s->session.info.n_threads * PRODUCT_ELEMS, sizeof(float));
+  if (status != BENCH_OK) {
+    return status;
   }
-  if (status != BENCH_OK || (!s->tiles && !s->operands)) {
-    return status != BENCH_OK ? status : bench_error("out of memory for products");
+  if (form != GDN_FORM_CHUNK || strcmp(s->session.info.isa, "amx") != 0) {
+    return f32_products_create(&s->f32, s->session.ctx, s->session.info.n_threads);
   }
-  return tiles ? BENCH_OK : bench_check(gdn_ctx_run(s->session.ctx, fill_operands, s), "gdn_ctx_run");
+  s->tiles = tiles_create(&s->prompts, s->session.ctx, s->session.info.n_threads);
+  return s->tiles ? BENCH_OK : bench_error("out of memory for products");
 }
 
 static int prepare_side(struct halves *h, int index) {
@@ -338,14 +321,9 @@ static int prepare_side(struct halves *h, int index) {
 }
 
 static int prepare(struct halves *h) {
-  const struct gdn_gemm_shape shape = {
-      .m = PRODUCT_M, .n = PRODUCT_N, .k = PRODUCT_K, .lda = PRODUCT_K, .ldb = PRODUCT_N, .ldc = PRODUCT_N};
   int status = h->options->threads == 1 ? bench_error("--threads 1: two contexts need two") : find_cpus(h);
   for (int i = 0; i < N_SIDES && status == BENCH_OK; i++) {
     status = prepare_side(h, i);
-  }
-  if (status == BENCH_OK) {
-    gdn_gemm_make(&h->gemm, shape);
   }
   return status;
 }
@@ -465,7 +443,7 @@ int bench_halves(const struct bench_options *o) {
   }
   for (int i = 0; i < N_SIDES; i++) {
     tiles_destroy(h.sides[i].tiles);
-    free(h.sides[i].operands);
+    f32_products_destroy(&h.sides[i].f32);
     batch_destroy(&h.sides[i].prompts);
     batch_destroy(&h.sides[i].states);
     bench_close(&h.sides[i].session);

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/gemm.h"
+#include "f32_products.h"
 #include "measure.h"
 #include "tiles.h"
 
@@ -73,39 +73,22 @@ int bench_parse_lens(const char *lens, struct bench_batch *b) {
 
 /* ---- the limit: products of the usual size, operands in cache ---- */
 
-#define PRODUCT_M 64
-#define PRODUCT_N 128
-#define PRODUCT_K 128
-#define PRODUCT_FLOPS (2.0 * PRODUCT_M * PRODUCT_N * PRODUCT_K)
-#define PRODUCT_ELEMS (PRODUCT_M * PRODUCT_K + PRODUCT_K * PRODUCT_N + PRODUCT_M * PRODUCT_N)
 #define PRODUCTS_MAX 16384
 
 /* As many products as the call has operations, so that both are timed over alike stretches; at least a few per worker,
  * and at most so many that long calls do not wait for the reference. Workers claim them one by one. */
 struct products {
   gdn_ctx *ctx;
-  struct gdn_gemm gemm;
-  float *operands; /* [n_threads][PRODUCT_ELEMS] */
+  struct f32_products f32;
   long long n;
   atomic_llong next;
 };
 
-static void products_fill(void *arg, int32_t worker, int32_t n_workers) {
-  float *operands = ((struct products *)arg)->operands + (int64_t)worker * PRODUCT_ELEMS;
-  (void)n_workers;
-  for (int i = 0; i < PRODUCT_ELEMS; i++) {
-    operands[i] = (float)(i % 17) * 0.01f;
-  }
-}
-
 static void products_worker(void *arg, int32_t worker, int32_t n_workers) {
   struct products *p = arg;
-  float *a = p->operands + (int64_t)worker * PRODUCT_ELEMS;
-  float *b = a + PRODUCT_M * PRODUCT_K;
-  float *c = b + PRODUCT_K * PRODUCT_N;
   (void)n_workers;
   while (atomic_fetch_add(&p->next, 1) < p->n) {
-    gdn_gemm_run(&p->gemm, a, b, c);
+    f32_products_one(&p->f32, worker);
   }
 }
 
@@ -120,17 +103,10 @@ static double call_flops(const struct bench_batch *b) {
 }
 
 static int products_create(struct products *p, const struct bench_session *s, const struct bench_batch *b) {
-  const struct gdn_gemm_shape shape = {
-      .m = PRODUCT_M, .n = PRODUCT_N, .k = PRODUCT_K, .lda = PRODUCT_K, .ldb = PRODUCT_N, .ldc = PRODUCT_N};
   double least = 16.0 * s->info.n_threads;
   p->ctx = s->ctx;
-  p->n = (long long)fmin(fmax(ceil(call_flops(b) / PRODUCT_FLOPS), least), fmax(PRODUCTS_MAX, least));
-  p->operands = bench_alloc((int64_t)s->info.n_threads * PRODUCT_ELEMS, sizeof(float));
-  if (!p->operands) {
-    return bench_error("out of memory for reference products");
-  }
-  gdn_gemm_make(&p->gemm, shape);
-  return bench_check(gdn_ctx_run(p->ctx, products_fill, p), "gdn_ctx_run");
+  p->n = (long long)fmin(fmax(ceil(call_flops(b) / F32_PRODUCT_FLOPS), least), fmax(PRODUCTS_MAX, least));
+  return f32_products_create(&p->f32, s->ctx, s->info.n_threads);
 }
 
 /* ---- the call ---- */
@@ -179,7 +155,7 @@ static double limit_us(const struct prefill *p) {
   if (p->tiles) {
     return p->cases[CASE_TILES].stats.median_us;
   }
-  double flops = PRODUCT_FLOPS * (double)p->products.n;
+  double flops = F32_PRODUCT_FLOPS * (double)p->products.n;
   return p->cases[CASE_PRODUCTS].stats.median_us * call_flops(&p->batch) / flops;
 }
 
@@ -357,9 +333,9 @@ static void print_json(const struct prefill *p) {
   json_int(&j, "scratch_bytes", (int64_t)p->scratch_bytes);
   json_begin_object(&j, "limit");
   json_string(&j, "product", "f32 64 x 128 x 128");
-  json_string(&j, "provider", p->products.gemm.jit ? "libxsmm" : "plain loop");
+  json_string(&j, "provider", p->products.f32.gemm.jit ? "libxsmm" : "plain loop");
   json_string(&j, "libxsmm_target", bench_product_target());
-  json_number(&j, "gflops", PRODUCT_FLOPS * (double)p->products.n / p->cases[CASE_PRODUCTS].stats.median_us * 1e-3);
+  json_number(&j, "gflops", F32_PRODUCT_FLOPS * (double)p->products.n / p->cases[CASE_PRODUCTS].stats.median_us * 1e-3);
   json_int(&j, "products_per_call", p->products.n);
   stats_json(&j, p, CASE_PRODUCTS);
   json_end_object(&j);
@@ -408,9 +384,9 @@ static int print_text(const struct prefill *p) {
   }
   printf("\nlimit %.1f us: 8 K V operations per token and value head at the rate of %s f32 products, %.1f GFLOP/s "
          "(target %s)\nscratch %s bytes\n",
-         limit_us(p), p->products.gemm.jit ? "libxsmm's" : "plain loops'",
-         PRODUCT_FLOPS * (double)p->products.n / p->cases[CASE_PRODUCTS].stats.median_us * 1e-3, bench_product_target(),
-         report_grouped((int64_t)p->scratch_bytes, grouped));
+         limit_us(p), p->products.f32.gemm.jit ? "libxsmm's" : "plain loops'",
+         F32_PRODUCT_FLOPS * (double)p->products.n / p->cases[CASE_PRODUCTS].stats.median_us * 1e-3,
+         bench_product_target(), report_grouped((int64_t)p->scratch_bytes, grouped));
   return complete ? BENCH_OK : bench_error("out of memory for the table");
 }
 
@@ -428,7 +404,7 @@ int bench_prefill(const struct bench_options *o) {
   plain_destroy(p.plain);
   tiles_destroy(p.tiles);
   bench_close(&p.against);
-  free(p.products.operands);
+  f32_products_destroy(&p.products.f32);
   batch_destroy(&p.batch);
   bench_close(&p.session);
   return status;
