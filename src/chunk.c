@@ -181,22 +181,14 @@ static void scan_columns(const struct gdn_prefill_job *job, const struct worker_
   }
 }
 
-/* Between chunks the states of a lane are in state_op; these bring them there from state, and back. */
-static void begin_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k) {
+/* Between chunks the states of a lane are in state_op: chunk_begin brings them there from state, chunk_end back. */
+static void move_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k,
+                        gdn_chunk_begin_fn *move) {
   const struct gdn_batch *b = job->batch;
   struct gdn_columns c;
   GDN_EACH_COLUMNS(b, &l->task, b->dim_v, u, c) {
     point_to_state(b, l, c.head, k);
-    job->ctx->kernels.chunk_begin(k, c.col, c.n_cols);
-  }
-}
-
-static void end_states(const struct gdn_prefill_job *job, const struct lane *l, struct gdn_chunk *k) {
-  const struct gdn_batch *b = job->batch;
-  struct gdn_columns c;
-  GDN_EACH_COLUMNS(b, &l->task, b->dim_v, u, c) {
-    point_to_state(b, l, c.head, k);
-    job->ctx->kernels.chunk_end(k, c.col, c.n_cols);
+    move(k, c.col, c.n_cols);
   }
 }
 
@@ -205,7 +197,8 @@ static void store_states(const struct gdn_prefill_job *job, const struct lane *l
   const struct gdn_batch *b = job->batch;
   const int64_t seq = l->task.seq, row = gdn_pool_row(&b->final, seq);
   if (row < 0) return;
-  if (gdn_chunk_end(b, seq, token) - token >= job->ctx->kernels.chunk_min) end_states(job, l, k);
+  if (gdn_chunk_end(b, seq, token) - token >= job->ctx->kernels.chunk_min)
+    move_states(job, l, k, job->ctx->kernels.chunk_end);
   gdn_states_store(job, &l->task, &b->final, row, lane_states(b, l));
 }
 
@@ -216,7 +209,7 @@ static void run_short_chunk(const struct gdn_prefill_job *job, struct worker_scr
   const int64_t seq = l->task.seq;
   float *state = lane_states(b, l);
   struct due d = checkpoints_due(b, seq, token, end);
-  if (token > gdn_batch_start(b, seq)) end_states(job, l, &w->chunk);
+  if (token > gdn_batch_start(b, seq)) move_states(job, l, &w->chunk, job->ctx->kernels.chunk_end);
   for (int64_t j = d.first; j <= d.last; j++) {
     int64_t stop = token + j * b->checkpoint_every - d.at;
     d.at = j * b->checkpoint_every;
@@ -225,7 +218,8 @@ static void run_short_chunk(const struct gdn_prefill_job *job, struct worker_scr
     token = stop;
   }
   gdn_recur_tokens(job, &l->task, &w->recur, state, token, end);
-  if (end < gdn_batch_start(b, seq) + gdn_batch_len(b, seq)) begin_states(job, l, &w->chunk);
+  if (end < gdn_batch_start(b, seq) + gdn_batch_len(b, seq))
+    move_states(job, l, &w->chunk, job->ctx->kernels.chunk_begin);
 }
 
 /* ---- lanes ---- */
@@ -282,7 +276,7 @@ void gdn_chunk_task(const struct gdn_prefill_job *job, const struct gdn_task *t,
   int64_t token = gdn_batch_start(b, t->seq), stop = token + gdn_batch_len(b, t->seq);
   if (!starts_from_nothing(job, t->seq, token)) {
     gdn_states_load(job, t, lane_states(b, &l));
-    begin_states(job, &l, &w.chunk);
+    move_states(job, &l, &w.chunk, job->ctx->kernels.chunk_begin);
   }
   for (int64_t end; token < stop; token = end) {
     end = gdn_chunk_end(b, t->seq, token);
@@ -469,7 +463,7 @@ static void scan_window(const struct gdn_prefill_job *job, struct worker_scratch
   const int64_t n_chunks = gdn_seq_chunks(b, shared->seq);
   if (!window && !starts_from_nothing(job, shared->seq, gdn_batch_start(b, shared->seq))) {
     gdn_states_load(job, &l.task, lane_states(b, &l));
-    begin_states(job, &l, &s->chunk);
+    move_states(job, &l, &s->chunk, job->ctx->kernels.chunk_begin);
   }
   for (int64_t i = window * w->window; i < (window + 1) * w->window && i < n_chunks; i++) {
     int64_t token, end;
