@@ -213,11 +213,12 @@ typedef void gdn_chunk_out_fn(const struct gdn_chunk *c, int col, int n_cols);
 /* state_op of decay_all state + delta_out^T k. */
 typedef void gdn_chunk_state_fn(const struct gdn_chunk *c, int col, int n_cols);
 
-/* panels [n_cols / 32][K][32] = the state after the chunk's first n_at tokens, from state and the rows of V' up to
- * there: called after chunk_out, before chunk_state, which it leaves undisturbed. May use inter. */
+/* panels [n_cols / 32][K][32] = the state after the chunk's first n_at tokens, from the one before and the rows of V'
+ * up to there: called after chunk_out, before chunk_state, which it leaves undisturbed. May use inter. */
 typedef void gdn_chunk_state_at_fn(const struct gdn_chunk *c, int n_at, int col, int n_cols, float *panels);
 
-/* Around all work of one thread in one call: what the tier needs set in the thread, and its way back. */
+/* Around all work of one thread in one prefill: what the tier needs set in the thread, and its way back. Decode has no
+ * products that need it. */
 typedef uint32_t gdn_thread_begin_fn(void);
 typedef void gdn_thread_end_fn(uint32_t saved);
 

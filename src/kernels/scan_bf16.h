@@ -106,7 +106,7 @@ static ALWAYS_INLINE void weigh_delta(const struct gdn_chunk *c, float *in, floa
 
 /* Five products a panel: k S of both blocks of tokens, and between them, for the panel before, what T adds. Under the
  * first k S runs what that panel's products of the first block have left, under the second what those of the second.
- * Sums: k S, then R, then V'. The round after the last panel only finishes it. */
+ * Sums: k S, then R, then V'. The round after the last panel only finishes it; a product not due has no steps. */
 static ALWAYS_INLINE void chunk_delta_body(const struct gdn_chunk *c, int col, int n_cols, const int dim_k,
                                            const int full) {
   float *const sums = c->hot, *const second_sums = sums + BLOCK_ELEMS; /* [BLOCK_ELEMS]; twice, in turns */
@@ -133,13 +133,13 @@ static ALWAYS_INLINE void chunk_delta_body(const struct gdn_chunk *c, int col, i
     j[SECOND_RESIDUAL].sums = j[SECOND_PACK].sums = j[SECOND_DELTA].sums = behind ? old : NULL;
     multiply(&k, block_tiles(c, 0, full), steps, NULL, sums, full ? under_first_unit_full : under_first_unit, j,
              p > first ? 16 : 0, 0);
-    multiply(&t10, block_tiles(c, 1, full), behind, old, old, fill_none, NULL, 0, 0);
+    multiply(&t10, block_tiles(c, 1, full), behind ? 1 : 0, old, old, fill_none, NULL, 0, 0);
     j[FIRST_RESIDUAL].col = j[SECOND_RESIDUAL].col = BLOCK * p;
     k.a += BLOCK * 2 * dim_k;
     multiply(&k, block_tiles(c, 1, full), two ? steps : 0, NULL, own, full ? under_second_unit_full : under_second_unit,
              j, 16, 0);
-    multiply(&t11, block_tiles(c, 1, full), behind, old, old, fill_none, NULL, 0, 0);
-    multiply(&t00, block_tiles(c, 0, full), p < stop, sums, sums, second_delta_unit, j, behind ? 16 : 0, 0);
+    multiply(&t11, block_tiles(c, 1, full), behind ? 1 : 0, old, old, fill_none, NULL, 0, 0);
+    multiply(&t00, block_tiles(c, 0, full), p < stop ? 1 : 0, sums, sums, second_delta_unit, j, behind ? 16 : 0, 0);
     j[FIRST_DELTA].op = (char *)c->delta + 2 * (p - first) * OP_BYTES;
     j[FIRST_DELTA].dst = (char *)c->delta_out + 2 * (p - first) * OP_BYTES;
     j[SECOND_DELTA].op = (char *)j[FIRST_DELTA].op + OP_BYTES;
