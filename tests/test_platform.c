@@ -132,6 +132,29 @@ static void cpu_detect_gives_name_and_no_reason_for_own_flags(void **state) {
   assert_int_equal(!!(cpu.flags & GDN_CPU_AVX2), !!__builtin_cpu_supports("avx2"));
 }
 
+/* The largest cache that the kernel lists for cpu 0, in bytes; 0 where it lists none. */
+static int64_t listed_cache(void) {
+  int64_t most = 0;
+  for (int i = 0; i < 16; i++) {
+    char path[80];
+    long kib = 0;
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/size", i);
+    FILE *f = fopen(path, "r");
+    if (!f) continue;
+    if (fscanf(f, "%ldK", &kib) == 1 && kib * 1024 > most) most = kib * 1024;
+    fclose(f);
+  }
+  return most;
+}
+
+static void cpu_detect_finds_the_largest_cache(void **state) {
+  (void)state;
+  struct gdn_cpu cpu;
+  gdn_cpu_detect(&cpu);
+  if (listed_cache() == 0) skip();
+  assert_int_equal(cpu.cache_bytes, listed_cache());
+}
+
 static void cpu_missing_names_the_lowest_reason(void **state) {
   (void)state;
   struct gdn_cpu cpu = {.features = ~0u, .xcr0 = ~0ull};
@@ -912,6 +935,7 @@ int main(int argc, char **argv) {
   if (argc > 1 && !strcmp(argv[1], "live-exit")) return main_exits_with_live_teams();
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(cpu_detect_gives_name_and_no_reason_for_own_flags),
+      cmocka_unit_test(cpu_detect_finds_the_largest_cache),
       cmocka_unit_test(cpu_missing_names_the_lowest_reason),
       cmocka_unit_test(cpu_missing_says_why_there_are_no_tiles),
       cmocka_unit_test(cpu_without_permission_takes_the_next_tier),
