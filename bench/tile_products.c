@@ -33,7 +33,7 @@ void tile_products_peak(int64_t rounds, const char *operands) {
 }
 
 struct operands {
-  char *q, *k, *kt, *t, *a, *state, *resid, *delta, *delta_out;
+  char *q, *k, *kt, *t, *a, *state, *resid, *delta;
   float *sums;
 };
 
@@ -49,18 +49,23 @@ static struct operands place(char *at, int dim_k, int dim_v) {
   o.state = o.a + 8192;
   o.resid = o.state + (int64_t)2 * dim_k * dim_v;
   o.delta = o.resid + v;
-  o.delta_out = o.delta + v;
-  o.sums = (float *)(o.delta_out + v);
+  o.sums = (float *)(o.delta + v);
   return o;
+}
+
+static ALWAYS_INLINE void multiply_two(const struct block *p, const struct block *more, int tiles, const int upper,
+                                       const float *init, float *c) {
+  const struct job none = {0};
+  if (tiles == 2)
+    block_product(p, more, 2, upper, init, c, fill_none, &none, 0, 0);
+  else
+    block_product(p, more, 1, upper, init, c, fill_none, &none, 0, 0);
 }
 
 static ALWAYS_INLINE void multiply(const char *a, int64_t row_bytes, const char *b, int tiles, const int upper,
                                    int steps, const float *init, float *c) {
-  const struct block p = {.a = a, .b = b, .row_bytes = row_bytes};
-  if (tiles == 2)
-    block_product(&p, 2, upper, steps, init, c, fill_none, NULL, 0, 0);
-  else
-    block_product(&p, 1, upper, steps, init, c, fill_none, NULL, 0, 0);
+  const struct block p = {.a = a, .b = b, .row_bytes = row_bytes, .steps = steps};
+  multiply_two(&p, NULL, tiles, upper, init, c);
 }
 
 static void head_qk(const struct operands *o, int n, const int dim_k) {
@@ -88,11 +93,12 @@ static ALWAYS_INLINE void head_v(const struct operands *o, int n, const int dim_
       multiply(o->t + 4096 + 64, 128, o->resid + 4096 * v + 2048, tiles[1], 1, 1, o->sums, o->sums);
     }
     for (int b = 0; b < blocks; b++) {
-      multiply(o->q + 64 * dim_k * b, 2 * dim_k, state, tiles[b], 1, dim_k / 32, NULL, o->sums + 1024 * b);
-      multiply(o->a + 4096 * b, 128, delta, tiles[b], 1, b + 1, NULL, o->sums + 2048);
+      const struct block q = {.a = o->q + 64 * dim_k * b, .row_bytes = 2 * dim_k, .b = state, .steps = dim_k / 32};
+      const struct block a = {.a = o->a + 4096 * b, .row_bytes = 128, .b = delta, .steps = b + 1};
+      multiply_two(&q, &a, tiles[b], 1, NULL, o->sums + 1024 * b);
     }
     for (int b = 0; b < dim_k / 32; b++)
-      multiply(o->kt + 4096 * b, 128, o->delta_out + 4096 * v, 2, 1, blocks, NULL, o->sums + 1024 * (b % 2));
+      multiply(o->kt + 4096 * b, 128, delta, 2, 1, blocks, NULL, o->sums + 1024 * (b % 2));
   }
 }
 

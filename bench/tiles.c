@@ -32,7 +32,7 @@ double tiles_nominal_flops(const struct bench_batch *b) {
 #include "tile_products.h"
 
 #define PRODUCT_FLOPS (2.0 * 16 * 16 * 32)
-/* What one worker reads and writes: q, k, kt, t, a, state, R, V', decayed V', and the sums. */
+/* What one worker reads and writes: q, k, kt, t, a, state, R, V', and the sums. */
 #define OPERAND_BYTES ((size_t)1 << 20)
 
 struct tiles {

@@ -16,6 +16,7 @@ static void carve_qk(struct gdn_carver *c, const struct gdn_batch *b, struct gdn
   k->kt = gdn_carve_floats(c, GDN_CHUNK * b->dim_k);
   k->q_mult = gdn_carve_floats(c, GDN_CHUNK);
   k->k_mult = gdn_carve_floats(c, GDN_CHUNK);
+  k->qk_op = gdn_carve(c, GDN_CHUNK * GDN_CHUNK * 2);
 }
 
 /* Per chunk and value head; kept for stage 2. */
@@ -26,6 +27,7 @@ static void carve_head(struct gdn_carver *c, struct gdn_chunk *k) {
   k->decay_in = gdn_carve_floats(c, GDN_CHUNK);
   k->decay_out = gdn_carve_floats(c, GDN_CHUNK);
   k->decay_all = gdn_carve_floats(c, 1);
+  k->steep = gdn_carve(c, sizeof *k->steep);
   k->beta = gdn_carve_floats(c, GDN_CHUNK);
   k->a = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);
   k->t = gdn_carve_floats(c, GDN_CHUNK * GDN_CHUNK);

@@ -44,12 +44,14 @@ struct gdn_rows rows_from(struct gdn_rows rows, int i) {
   X(k_mult, QK, C * 4)                                                                                                 \
   X(kk, QK, C *C * 4)                                                                                                  \
   X(qk, QK, C *C * 4)                                                                                                  \
+  X(qk_op, QK, C *C * 2)                                                                                               \
   X(decay, GATES, C * 4)                                                                                               \
   X(gate_hi, GATES, C * 4)                                                                                             \
   X(gate_lo, GATES, C * 4)                                                                                             \
   X(decay_in, GATES, C * 4)                                                                                            \
   X(decay_out, GATES, C * 4)                                                                                           \
   X(decay_all, GATES, 4)                                                                                               \
+  X(steep, GATES, 4)                                                                                                   \
   X(beta, GATES, C * 4)                                                                                                \
   X(l, MASK, C *C * 4)                                                                                                 \
   X(a, MASK, C *C * 4)                                                                                                 \

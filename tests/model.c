@@ -37,6 +37,11 @@ static double rounded(double x, int terms) {
   return sum;
 }
 
+/* x times what rounding it is relative to. */
+static double rounded_at(double x, double factor, int terms) {
+  return rounded(x * factor, terms) / factor;
+}
+
 /* ---- one chunk ---- */
 
 struct scratch {
@@ -45,6 +50,8 @@ struct scratch {
   double *q, *k;                                            /* [n][dim_k] as multiplied */
   double *state, *resid, *delta, *delta_op;                 /* operands but for delta, which is V' itself */
   double q_owed[CHUNK], k_owed[CHUNK];
+  int steep;
+  double kept[CHUNK]; /* rows of R and V' are kept times this */
 };
 
 static void load_operands(const struct model *m, const struct model_chunk *c, struct scratch *s) {
@@ -63,6 +70,23 @@ static double dot(const double *x, const double *y, int n) {
   double sum = 0;
   for (int i = 0; i < n; i++) sum += x[i] * y[i];
   return sum;
+}
+
+static void choose_rows(const struct model_chunk *c, struct scratch *s) {
+  double decay_in = 1;
+  s->steep = 0;
+  for (int i = 0; i < c->n; i++) {
+    decay_in *= c->decay[i];
+    s->steep |= !(decay_in > 0x1p-60 && decay_in < 0x1p60);
+    s->kept[i] = 1 / decay_in;
+  }
+  for (int i = 0; i < c->n; i++) s->kept[i] = s->k_owed[i] * (s->steep ? 1 : s->kept[i]);
+}
+
+/* A as a product of rows, and of decays in a steep chunk, over what is owed. */
+static double rounded_a(const struct model *m, const struct scratch *s, int i, int j) {
+  const double d = s->steep ? 1 : s->through[i][j];
+  return s->a[i][j] == 0 ? 0 : rounded_at(s->a[i][j], 1 / (s->q_owed[i] * s->k_owed[j] * d), m->a);
 }
 
 static void make_triangles(const struct model_chunk *c, struct scratch *s) {
@@ -112,12 +136,15 @@ static void make_delta(const struct model *m, const struct model_chunk *c, struc
       resid[v] = c->beta[i] * (c->v[i * V + v] - decay_in * s->k_owed[i] * resid[v]);
       out[i * V + v] *= decay_in * s->q_owed[i];
     }
-    for (int j = 0; j < first; j++) add_row(resid, -rounded(s->l[i][j], m->l), s->delta_op + j * V, V);
-    for (int v = 0; v < V; v++) delta[v] = rounded(resid[v], m->init);
-    for (int j = first; j < i; j++) add_row(delta, rounded(s->n[i][j - first], m->n), s->resid + j * V, V);
+    const double *kept = s->kept;
+    for (int j = 0; j < first; j++)
+      add_row(resid, -rounded_at(s->l[i][j], kept[i] / kept[j], m->l), s->delta_op + j * V, V);
+    for (int v = 0; v < V; v++) delta[v] = rounded_at(resid[v], kept[i], m->init);
+    for (int j = first; j < i; j++)
+      add_row(delta, rounded_at(s->n[i][j - first], kept[i] / kept[j], m->n), s->resid + j * V, V);
     for (int v = 0; v < V; v++) {
-      resid[v] = rounded(resid[v], m->resid);
-      s->delta_op[i * V + v] = rounded(delta[v], m->delta);
+      resid[v] = rounded_at(resid[v], kept[i], m->resid);
+      s->delta_op[i * V + v] = rounded_at(delta[v], kept[i], m->delta);
     }
   }
 }
@@ -135,20 +162,24 @@ void model_run_chunk(const struct model *m, const struct model_chunk *c, double 
   s->delta_op = s->delta + c->n * V;
   load_operands(m, c, s);
   make_triangles(c, s);
+  choose_rows(c, s);
   solve(c, s);
   for (int i = 0; i < K * V; i++) s->state[i] = rounded(state[i], m->state);
   make_delta(m, c, s, out);
   double decay_all = 1;
   for (int i = 0; i < c->n; i++) {
     decay_all *= c->decay[i];
-    for (int j = 0; j <= i; j++) add_row(out + i * V, rounded(s->a[i][j], m->a), s->delta_op + j * V, V);
+    for (int j = 0; j <= i; j++) add_row(out + i * V, rounded_a(m, s, i, j), s->delta_op + j * V, V);
   }
   for (int x = 0; x < K * V; x++) state[x] *= decay_all;
   for (int j = 0; j < c->n; j++) {
-    double weight = s->through[c->n - 1][j] * s->k_owed[j], *row = s->resid;
-    const double *delta = (m->inside ? s->delta_op : s->delta) + j * V;
-    for (int v = 0; v < V; v++) row[v] = rounded(weight * delta[v], m->delta_out);
-    for (int x = 0; x < K; x++) add_row(state + x * V, s->k[j * K + x], row, V);
+    const int again = s->steep || m->inside;
+    const double through = s->through[c->n - 1][j], *delta = (again ? s->delta_op : s->delta) + j * V;
+    double *row = s->resid;
+    for (int v = 0; v < V; v++)
+      row[v] = again ? rounded_at(delta[v] * through, s->kept[j], m->delta_out)
+                     : through * rounded_at(delta[v], s->kept[j], m->delta_out);
+    for (int x = 0; x < K; x++) add_row(state + x * V, s->k[j * K + x] * s->k_owed[j], row, V);
   }
   free(s);
 }

@@ -8,7 +8,9 @@
 #include "gdn.h"
 
 /* Each operand as a sum of so many bf16 numbers: 1 = rounded to nearest even, 2 = its rounding and that of the rest,
- * 0 = exact. N is T - I of a diagonal block of 32 tokens; R = beta (v - exp(G) K S^T), less L V' of earlier blocks. */
+ * 0 = exact. N is T - I of a diagonal block of 32 tokens; R = beta (v - exp(G) K S^T), less L V' of earlier blocks.
+ * Rows of R and V' are rounded as they are kept, over exp(G_i) and times what k_i owes, N, L and A as what is left to
+ * multiply these with. In a steep chunk, where some exp(G_i) is not within 2^-60 .. 2^60, not over exp(G_i). */
 struct model {
   int qk;        /* q and k with their norms and the scale; 0: these are owed, and the caller's bf16 rows are exact */
   int state;     /* S in K S^T and Q S^T */
@@ -16,8 +18,8 @@ struct model {
   int init;      /* R in V' = R + N R */
   int l, delta;  /* L V' between blocks; V' also in A V' */
   int a;         /* A */
-  int delta_out; /* exp(G_C - G) V' in the update of the state */
-  int inside;    /* 1: a state inside a chunk, where V' as rounded for A is weighted and rounded again */
+  int delta_out; /* V' in the update of the state; in a steep chunk once more, rounded and times exp(G_C - G) */
+  int inside;    /* 1: a state inside a chunk, which later tokens may make a steep one */
 };
 
 /* As the tiers are. */

@@ -11,6 +11,7 @@
 struct block {
   const char *a, *b;
   int64_t row_bytes;
+  int steps;
   const char *ahead; /* lines to prefetch meanwhile, ahead_bytes apart */
   int64_t ahead_bytes;
 };
@@ -18,16 +19,17 @@ struct block {
 /* Vector work on a block, in numbered units that may run in any place but in order. */
 struct job {
   const struct gdn_chunk *c;
+  void *hot; /* what the primitive keeps in c->hot */
   const float *src;
   float *sums;
   void *dst, *op;
   const float *weights; /* of rows */
-  float factor;
+  const char *rows;     /* v in the caller's memory, row_bytes apart */
+  int64_t row_bytes;
+  float factor, sums_factor; /* of the state, of sums */
   int row, col;
-  int fresh;            /* the state was zero */
-  const char *ahead[2]; /* lines to prefetch, ahead_rows a unit; null = none */
-  int64_t ahead_bytes[2];
-  int ahead_rows;
+  int fresh;  /* the state was zero */
+  int behind; /* there is a panel before */
 };
 typedef void fill_fn(const struct job *j, int unit);
 

@@ -13,11 +13,11 @@ static void gdn_chunk_gates_amx(const struct gdn_chunk *c) {
 }
 
 static void gdn_chunk_mask_amx(const struct gdn_chunk *c) {
-  chunk_mask_bf16(c);
+  FLUSH_IF_STEEP(c, chunk_mask_bf16(c));
 }
 
 static void gdn_chunk_solve_amx(const struct gdn_chunk *c) {
-  chunk_solve_bf16(c);
+  FLUSH_IF_STEEP(c, chunk_solve_bf16(c));
 }
 
 static void gdn_chunk_begin_amx(const struct gdn_chunk *c, int col, int n_cols) {
@@ -29,19 +29,19 @@ static void gdn_chunk_end_amx(const struct gdn_chunk *c, int col, int n_cols) {
 }
 
 static void gdn_chunk_delta_amx(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_delta_body, c, col, n_cols);
+  FLUSH_IF_STEEP(c, SPECIALISE(chunk_delta_body, c, col, n_cols));
 }
 
 static void gdn_chunk_out_amx(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_out_body, c, col, n_cols);
+  FLUSH_IF_STEEP(c, SPECIALISE(chunk_out_body, c, col, n_cols));
 }
 
 static void gdn_chunk_state_amx(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_state_body, c, col, n_cols);
+  FLUSH_IF_STEEP(c, SPECIALISE(chunk_state_body, c, col, n_cols));
 }
 
 static void gdn_chunk_state_at_amx(const struct gdn_chunk *c, int n_at, int col, int n_cols, float *panels) {
-  chunk_state_at_bf16(c, n_at, col, n_cols, panels);
+  FLUSH_IF_STEEP(c, chunk_state_at_bf16(c, n_at, col, n_cols, panels));
 }
 
 static uint32_t gdn_thread_begin_amx(void) {

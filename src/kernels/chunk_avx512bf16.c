@@ -4,34 +4,39 @@
 
 #include "block.h"
 
-/* c [16 tiles][32] = init (null = 0) + A B, 8 rows at a time; before that, fill for every unit. No steps: only fill. */
-static inline __attribute__((always_inline)) void block_product(const struct block *p, const int tiles, const int upper,
-                                                                const int steps, const float *init, float *c,
-                                                                fill_fn *fill, const struct job *job, const int units,
-                                                                const int n_ahead) {
+/* x += 8 rows of A, from a on, times B. */
+static inline __attribute__((always_inline)) void add_products(const struct block *p, const char *a, __m512 x[8][2]) {
+  for (int s = 0; s < p->steps; s++)
+    for (int k = 0; k < 16; k++) {
+      const char *b = p->b + 2048 * s + 64 * k;
+      const __m512i b0 = _mm512_load_si512(b), b1 = _mm512_load_si512(b + 1024);
+#pragma GCC unroll 8
+      for (int r = 0; r < 8; r++) {
+        const __m512i pair = _mm512_set1_epi32(*(const int32_t *)(a + r * p->row_bytes + 64 * s + 4 * k));
+        x[r][0] = _mm512_dpbf16_ps(x[r][0], (__m512bh)pair, (__m512bh)b0);
+        x[r][1] = _mm512_dpbf16_ps(x[r][1], (__m512bh)pair, (__m512bh)b1);
+      }
+    }
+}
+
+/* c [16 tiles][32] = init (null = 0) + A B of p, + A B of more (null = none), 8 rows at a time; before that, fill for
+ * every unit. */
+static inline __attribute__((always_inline)) void block_product(const struct block *p, const struct block *more,
+                                                                const int tiles, const int upper, const float *init,
+                                                                float *c, fill_fn *fill, const struct job *job,
+                                                                const int units, const int n_ahead) {
   (void)n_ahead;
   (void)upper;
 #pragma GCC unroll 1
   for (int u = 0; u < units; u++) fill(job, u);
-  if (!steps) return;
   for (int i = 0; i < 16 * tiles; i += 8) {
     __m512 x[8][2];
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++)
 #pragma GCC unroll 2
       for (int h = 0; h < 2; h++) x[r][h] = init ? _mm512_load_ps(init + (i + r) * 32 + 16 * h) : _mm512_setzero_ps();
-    const char *a = p->a + i * p->row_bytes;
-    for (int s = 0; s < steps; s++)
-      for (int k = 0; k < 16; k++) {
-        const char *b = p->b + 2048 * s + 64 * k;
-        const __m512i b0 = _mm512_load_si512(b), b1 = _mm512_load_si512(b + 1024);
-#pragma GCC unroll 8
-        for (int r = 0; r < 8; r++) {
-          const __m512i pair = _mm512_set1_epi32(*(const int32_t *)(a + r * p->row_bytes + 64 * s + 4 * k));
-          x[r][0] = _mm512_dpbf16_ps(x[r][0], (__m512bh)pair, (__m512bh)b0);
-          x[r][1] = _mm512_dpbf16_ps(x[r][1], (__m512bh)pair, (__m512bh)b1);
-        }
-      }
+    add_products(p, p->a + i * p->row_bytes, x);
+    if (more) add_products(more, more->a + i * more->row_bytes, x);
 #pragma GCC unroll 8
     for (int r = 0; r < 8; r++)
 #pragma GCC unroll 2
@@ -50,11 +55,11 @@ static void gdn_chunk_gates_avx512bf16(const struct gdn_chunk *c) {
 }
 
 static void gdn_chunk_mask_avx512bf16(const struct gdn_chunk *c) {
-  chunk_mask_bf16(c);
+  FLUSH_IF_STEEP(c, chunk_mask_bf16(c));
 }
 
 static void gdn_chunk_solve_avx512bf16(const struct gdn_chunk *c) {
-  chunk_solve_bf16(c);
+  FLUSH_IF_STEEP(c, chunk_solve_bf16(c));
 }
 
 static void gdn_chunk_begin_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
@@ -66,19 +71,19 @@ static void gdn_chunk_end_avx512bf16(const struct gdn_chunk *c, int col, int n_c
 }
 
 static void gdn_chunk_delta_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_delta_body, c, col, n_cols);
+  FLUSH_IF_STEEP(c, SPECIALISE(chunk_delta_body, c, col, n_cols));
 }
 
 static void gdn_chunk_out_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_out_body, c, col, n_cols);
+  FLUSH_IF_STEEP(c, SPECIALISE(chunk_out_body, c, col, n_cols));
 }
 
 static void gdn_chunk_state_avx512bf16(const struct gdn_chunk *c, int col, int n_cols) {
-  SPECIALISE(chunk_state_body, c, col, n_cols);
+  FLUSH_IF_STEEP(c, SPECIALISE(chunk_state_body, c, col, n_cols));
 }
 
 static void gdn_chunk_state_at_avx512bf16(const struct gdn_chunk *c, int n_at, int col, int n_cols, float *panels) {
-  chunk_state_at_bf16(c, n_at, col, n_cols, panels);
+  FLUSH_IF_STEEP(c, chunk_state_at_bf16(c, n_at, col, n_cols, panels));
 }
 
 static uint32_t gdn_thread_begin_avx512bf16(void) {

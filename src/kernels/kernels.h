@@ -165,6 +165,7 @@ struct gdn_chunk {
   void *q, *k;    /* operands, [64][K] f32 at most */
   void *kt;       /* operand k transposed, [K][64] f32 at most */
   float *kk, *qk; /* [64][64] k_i . k_j and q_i . k_j, blocks on and below the diagonal */
+  void *qk_op;    /* operand q_i . k_j, j <= i, else 0, [64][64] bf16; bf16 tiers only */
   /* value head */
   struct gdn_rows g_rows, beta_rows; /* data may be null */
   float *gate_hi, *gate_lo;          /* [64] G_i as a sum of two floats; each g is first raised to at least -110 */
@@ -177,6 +178,7 @@ struct gdn_chunk {
   void *t;                /* operand (I + L)^-1; [64][64] f32 at most */
   float *q_mult, *k_mult; /* [64] row factors that a bf16 tier keeps apart from its exact operands q, k, kt */
   float *decay;           /* [64] exp(g_i); bf16 tiers only */
+  int *steep;             /* [1] 1: exp(G_i) leaves the range in which a row of V' can carry it; bf16 tiers only */
   /* the chunk after this one, to be prefetched; next_n 0 = none */
   int next_n;
   struct gdn_rows next_q, next_k, next_v;

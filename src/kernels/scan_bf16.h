@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Columns of V in the bf16 chunk form: V', output, state; see chunk_bf16.h. What a product leaves for vectors, and they
+ * Columns of V in the bf16 chunk form: W, output, state; see chunk_bf16.h. What a product leaves for vectors, and they
  * for the next, stays in c->hot: a line written outside the first-level cache costs four cycles, inside it one. Vector
  * work runs under a later product, and every loop takes one round more, without products, for the last of it. */
 #ifndef GDN_SCAN_BF16_H
@@ -7,186 +7,203 @@
 
 #include "chunk_bf16.h"
 
-/* ---- V' = R + (T - I) R ---- */
+/* ---- W = R + (T - I) R ---- */
 
-/* Tokens r and r + 16 of a block: R = beta v - (beta exp(G) / norm) (k S), in place of k S. */
-static ALWAYS_INLINE void residual_rows(const struct job *j, int r, const int full) {
+struct delta_hot {
+  float sums[BLOCK_ELEMS];      /* of the first 32 tokens: k S, then R, then W */
+  float second[2][BLOCK_ELEMS]; /* of the others, for even and odd panels */
+  char ops[2][OP_BYTES];        /* R, the second without what is due to it from the first 32 tokens' W */
+  float v_weights[GDN_CHUNK], s_weights[GDN_CHUNK];
+};
+
+/* Tokens r and r + 16 of the block from token row on: R, of v and k S, in place of k S; op null = nobody needs it
+ * packed. */
+static ALWAYS_INLINE void residual_rows(const struct job *j, float *sums, const int row, int r, char *op,
+                                        const int full) {
   const struct gdn_chunk *c = j->c;
+  const struct delta_hot *hot = j->hot;
   const __mmask16 old = c->zero_state ? 0 : 0xffff;
   __m512 x[4];
 #pragma GCC unroll 2
   for (int h = 0; h < 2; h++) {
-    const int i = j->row + 16 * h + r;
-    float *sums = j->sums + (16 * h + r) * BLOCK;
+    const int i = row + 16 * h + r;
+    float *own = sums + (16 * h + r) * BLOCK;
     const __mmask16 live = full || i < c->n ? 0xffff : 0;
-    const __m512 beta = _mm512_set1_ps(c->beta[i]), weight = _mm512_set1_ps(j->weights[i]);
+    const __m512 of_v = _mm512_set1_ps(hot->v_weights[i]), of_s = _mm512_set1_ps(hot->s_weights[i]);
     __m512 v0 = _mm512_setzero_ps(), v1 = v0;
     if (full) {
-      const __m512i v = _mm512_loadu_si512((const uint16_t *)c->v_rows.data + i * c->v_rows.stride_elems + j->col);
+      const __m512i v = _mm512_loadu_si512(j->rows + i * j->row_bytes);
       v0 = v32_first(v);
       v1 = v32_second(v);
     } else if (live) {
       load_32(&c->v_rows, i, j->col, &v0, &v1);
     }
-    const __m512 s0 = _mm512_maskz_loadu_ps(old & live, sums), s1 = _mm512_maskz_loadu_ps(old & live, sums + 16);
-    x[2 * h] = _mm512_fnmadd_ps(weight, s0, _mm512_mul_ps(beta, v0));
-    x[2 * h + 1] = _mm512_fnmadd_ps(weight, s1, _mm512_mul_ps(beta, v1));
-    _mm512_store_ps(sums, x[2 * h]);
-    _mm512_store_ps(sums + 16, x[2 * h + 1]);
+    const __m512 s0 = _mm512_maskz_loadu_ps(old & live, own), s1 = _mm512_maskz_loadu_ps(old & live, own + 16);
+    x[2 * h] = _mm512_fnmadd_ps(of_s, s0, _mm512_mul_ps(of_v, v0));
+    x[2 * h + 1] = _mm512_fnmadd_ps(of_s, s1, _mm512_mul_ps(of_v, v1));
+    _mm512_store_ps(own, x[2 * h]);
+    _mm512_store_ps(own + 16, x[2 * h + 1]);
   }
-  if (!j->op) return;
-  _mm512_store_si512((char *)j->op + 64 * r, v16_pack_pair(x[0], x[2]));
-  _mm512_store_si512((char *)j->op + 64 * r + 1024, v16_pack_pair(x[1], x[3]));
+  if (!op) return;
+  _mm512_store_si512(op + 64 * r, v16_pack_pair(x[0], x[2]));
+  _mm512_store_si512(op + 64 * r + 1024, v16_pack_pair(x[1], x[3]));
 }
 
-/* Tokens r and r + 16 of a block of V'. */
-static ALWAYS_INLINE void delta_rows(const struct job *j, int r) {
-  const float *src = j->sums + r * BLOCK;
-  char *op = (char *)j->op + 64 * r, *out = (char *)j->dst + 64 * r;
-  const __m512 f = _mm512_set1_ps(j->weights[r]), g = _mm512_set1_ps(j->weights[r + 16]);
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; h++) {
-    const __m512 x = _mm512_load_ps(src + 16 * h), y = _mm512_load_ps(src + 16 * BLOCK + 16 * h);
-    _mm512_store_si512(op + 1024 * h, v16_pack_pair(x, y));
-    _mm512_store_si512(out + 1024 * h, v16_pack_pair(_mm512_mul_ps(f, x), _mm512_mul_ps(g, y)));
-  }
-}
-
-/* Tokens r and r + 16 of the second block's R, corrected by the first one's V'. */
-static ALWAYS_INLINE void pack_rows(const struct job *j, int r) {
-  const float *src = j->sums + r * BLOCK;
+/* Tokens r and r + 16 of a block of R or W as operand. */
+static ALWAYS_INLINE void pack_rows(const float *sums, int r, char *op) {
+  sums += r * BLOCK;
 #pragma GCC unroll 2
   for (int h = 0; h < 2; h++)
-    _mm512_store_si512((char *)j->op + 64 * r + 1024 * h,
-                       v16_pack_pair(_mm512_load_ps(src + 16 * h), _mm512_load_ps(src + 16 * BLOCK + 16 * h)));
+    _mm512_store_si512(op + 64 * r + 1024 * h,
+                       v16_pack_pair(_mm512_load_ps(sums + 16 * h), _mm512_load_ps(sums + 16 * BLOCK + 16 * h)));
 }
 
-/* The vector work of both blocks of tokens. */
-enum { FIRST_RESIDUAL, SECOND_RESIDUAL, FIRST_DELTA, SECOND_PACK, SECOND_DELTA, DELTA_JOBS };
-
+/* Under the first block's k S: its W of the panel before, and the second's R. */
 static ALWAYS_INLINE void under_first(const struct job *j, int r, const int full) {
-  if (j[FIRST_DELTA].sums) delta_rows(j + FIRST_DELTA, r);
-  if (j[SECOND_RESIDUAL].sums) residual_rows(j + SECOND_RESIDUAL, r, full);
+  pack_rows(((struct delta_hot *)j->hot)->sums, r, j->op);
+  if (full || j->c->n > BLOCK) residual_rows(j, j->sums, BLOCK, r, NULL, full);
 }
 
-static ALWAYS_INLINE void under_second(const struct job *j, int r, const int full) {
-  if (j[SECOND_PACK].sums) pack_rows(j + SECOND_PACK, r);
-  if (j[FIRST_RESIDUAL].sums) residual_rows(j + FIRST_RESIDUAL, r, full);
+/* Under the second block's k S: what T11 needs of the panel before, and the first block's R. */
+static ALWAYS_INLINE void under_second(const struct job *j, int r, const int behind, const int full) {
+  struct delta_hot *hot = j->hot;
+  if (behind && (full || j->c->n > BLOCK)) pack_rows(j->sums, r, hot->ops[1]);
+  residual_rows(j, hot->sums, 0, r, hot->ops[0], full);
 }
 
-static ALWAYS_INLINE void under_first_unit(const struct job *j, int r) {
+static ALWAYS_INLINE void first_unit(const struct job *j, int r) {
   under_first(j, r, 0);
 }
 
-static ALWAYS_INLINE void under_first_unit_full(const struct job *j, int r) {
+static ALWAYS_INLINE void first_unit_full(const struct job *j, int r) {
   under_first(j, r, 1);
 }
 
-static ALWAYS_INLINE void under_second_unit(const struct job *j, int r) {
-  under_second(j, r, 0);
+static ALWAYS_INLINE void second_unit(const struct job *j, int r) {
+  under_second(j, r, j->behind, 0);
 }
 
-static ALWAYS_INLINE void under_second_unit_full(const struct job *j, int r) {
-  under_second(j, r, 1);
+static ALWAYS_INLINE void second_unit_full(const struct job *j, int r) {
+  under_second(j, r, 1, 1);
+}
+
+static ALWAYS_INLINE void second_unit_of_first_panel(const struct job *j, int r) {
+  under_second(j, r, 0, 1);
+}
+
+static ALWAYS_INLINE void pack_unit(const struct job *j, int r) {
+  pack_rows(j->sums, r, ((struct delta_hot *)j->hot)->ops[1]);
 }
 
 static ALWAYS_INLINE void second_delta_unit(const struct job *j, int r) {
-  delta_rows(j + SECOND_DELTA, r);
+  pack_rows(j->sums, r, (char *)j->op + OP_BYTES);
 }
 
-/* Weights of k S in R, and of V' in the state. */
-static ALWAYS_INLINE void weigh_delta(const struct gdn_chunk *c, float *in, float *out) {
+/* Weights of v and k S in R. */
+static ALWAYS_INLINE void weigh_residual(const struct gdn_chunk *c, struct delta_hot *hot) {
   for (int i = 0; i < (c->n > BLOCK ? 64 : 32); i += 16) {
-    const __m512 k_mult = _mm512_load_ps(c->k_mult + i);
-    _mm512_store_ps(in + i,
-                    _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(c->beta + i), k_mult), _mm512_load_ps(c->decay_in + i)));
-    _mm512_store_ps(out + i, _mm512_mul_ps(k_mult, _mm512_load_ps(c->decay_out + i)));
+    const __mmask16 live = v16_mask(c->n > i ? c->n - i : 0);
+    const __m512 decay = _mm512_load_ps(c->decay_in + i);
+    const __m512 v = _mm512_mul_ps(_mm512_load_ps(c->beta + i), _mm512_load_ps(c->k_mult + i)), s = lambdas(c, i);
+    _mm512_store_ps(hot->v_weights + i, *c->steep ? v : _mm512_maskz_mov_ps(live, _mm512_div_ps(v, decay)));
+    _mm512_store_ps(hot->s_weights + i, *c->steep ? _mm512_mul_ps(s, decay) : s);
   }
 }
 
-/* Five products a panel: k S of both blocks of tokens, and between them, for the panel before, what T adds. Under the
- * first k S runs what that panel's products of the first block have left, under the second what those of the second.
- * Sums: k S, then R, then V'. The round after the last panel only finishes it; a product not due has no steps. */
+/* Five products a panel: k S of both blocks of tokens, and between them, for the panel before, what T adds. behind:
+ * there is a panel before, the at-th of the call's; here: there is panel p, the next. */
+static ALWAYS_INLINE void delta_panel(const struct gdn_chunk *c, int p, int at, const int dim_k, const int full,
+                                      const int behind, const int here) {
+  struct delta_hot *hot = c->hot;
+  const int two = full || c->n > BLOCK, live = !c->zero_state;
+  const int tiles[2] = {block_tiles(c, 0, full), block_tiles(c, 1, full)};
+  float *const own = hot->second[p % 2], *const old = hot->second[(p + 1) % 2];
+  const struct block k0 = {
+      .a = c->k, .row_bytes = 2 * dim_k, .b = (const char *)c->state_op + (int64_t)p * dim_k * 64, .steps = dim_k / 32};
+  const struct block k1 = {.a = k0.a + BLOCK * 2 * dim_k, .row_bytes = 2 * dim_k, .b = k0.b, .steps = dim_k / 32};
+  struct job j = {.c = c,
+                  .hot = hot,
+                  .sums = old,
+                  .op = (char *)c->delta + 2 * at * OP_BYTES,
+                  .row_bytes = 2 * c->v_rows.stride_elems,
+                  .rows = (const char *)c->v_rows.data + 2 * BLOCK * (p - 1),
+                  .col = BLOCK * (p - 1),
+                  .behind = behind};
+  const struct block t00 = {.a = c->t, .row_bytes = 2 * GDN_CHUNK, .b = hot->ops[0], .steps = 1};
+  const struct block t10 = {.a = t00.a + BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK, .b = j.op, .steps = 1};
+  const struct block t11 = {.a = t10.a + 64, .row_bytes = 2 * GDN_CHUNK, .b = hot->ops[1], .steps = 1};
+  fill_fn *const under_k0 = full ? first_unit_full : first_unit;
+  fill_fn *const under_k1 = !full ? second_unit : behind ? second_unit_full : second_unit_of_first_panel;
+  if (here && live)
+    multiply(&k0, NULL, tiles[0], NULL, hot->sums, under_k0, &j, behind ? 16 : 0, 0);
+  else if (behind)
+    drain(under_k0, &j, 16);
+  if (behind && two) multiply(&t10, NULL, tiles[1], old, old, fill_none, &j, 0, 0);
+  if (here) {
+    j.col += BLOCK;
+    j.rows += 2 * BLOCK;
+    if (live && two)
+      multiply(&k1, NULL, tiles[1], NULL, own, under_k1, &j, 16, 0);
+    else
+      drain(under_k1, &j, 16);
+  } else if (two) {
+    drain(pack_unit, &j, 16);
+  }
+  if (behind && two) multiply(&t11, NULL, tiles[1], old, old, fill_none, &j, 0, 0);
+  if (here)
+    multiply(&t00, NULL, tiles[0], hot->sums, hot->sums, second_delta_unit, &j, behind && two ? 16 : 0, 0);
+  else if (two)
+    drain(second_delta_unit, &j, 16);
+}
+
+/* A panel ends while the next is under way: the last round only ends one. */
 static ALWAYS_INLINE void chunk_delta_body(const struct gdn_chunk *c, int col, int n_cols, const int dim_k,
                                            const int full) {
-  float *const sums = c->hot, *const second_sums = sums + BLOCK_ELEMS; /* [BLOCK_ELEMS]; twice, in turns */
-  char *const ops = (char *)(sums + 3 * BLOCK_ELEMS);                  /* [2][OP_BYTES] */
-  float in_weights[GDN_CHUNK] __attribute__((aligned(64))), out_weights[GDN_CHUNK] __attribute__((aligned(64)));
-  const int two = full || c->n > BLOCK, first = col / BLOCK, stop = (col + n_cols) / BLOCK;
-  weigh_delta(c, in_weights, out_weights);
-  const struct block t00 = {.a = c->t, .row_bytes = 2 * GDN_CHUNK, .b = ops};
-  struct block t10 = {.a = t00.a + BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK};
-  const struct block t11 = {.a = t10.a + 64, .row_bytes = 2 * GDN_CHUNK, .b = ops + OP_BYTES};
-  struct job j[DELTA_JOBS] = {[FIRST_RESIDUAL] = {.c = c, .op = ops, .weights = in_weights},
-                              [SECOND_RESIDUAL] = {.c = c, .weights = in_weights, .row = BLOCK},
-                              [FIRST_DELTA] = {.weights = out_weights},
-                              [SECOND_PACK] = {.op = ops + OP_BYTES},
-                              [SECOND_DELTA] = {.weights = out_weights + BLOCK}};
+  const int first = col / BLOCK, stop = (col + n_cols) / BLOCK;
+  weigh_residual(c, c->hot);
+  if (full) {
+    delta_panel(c, first, 0, dim_k, 1, 0, 1);
 #pragma GCC unroll 1
-  for (int p = first; p <= stop; p++) {
-    const int behind = p > first && two, steps = p == stop || c->zero_state ? 0 : dim_k / 32;
-    float *const own = second_sums + (p - first) % 2 * BLOCK_ELEMS;
-    float *const old = second_sums + (p - first + 1) % 2 * BLOCK_ELEMS;
-    struct block k = {.a = c->k, .row_bytes = 2 * dim_k, .b = (const char *)c->state_op + p * dim_k * 64};
-    j[FIRST_RESIDUAL].sums = p < stop ? sums : NULL;
-    j[FIRST_DELTA].sums = p > first ? sums : NULL;
-    j[SECOND_RESIDUAL].sums = j[SECOND_PACK].sums = j[SECOND_DELTA].sums = behind ? old : NULL;
-    multiply(&k, block_tiles(c, 0, full), steps, NULL, sums, full ? under_first_unit_full : under_first_unit, j,
-             p > first ? 16 : 0, 0);
-    multiply(&t10, block_tiles(c, 1, full), behind ? 1 : 0, old, old, fill_none, NULL, 0, 0);
-    j[FIRST_RESIDUAL].col = j[SECOND_RESIDUAL].col = BLOCK * p;
-    k.a += BLOCK * 2 * dim_k;
-    multiply(&k, block_tiles(c, 1, full), two ? steps : 0, NULL, own, full ? under_second_unit_full : under_second_unit,
-             j, 16, 0);
-    multiply(&t11, block_tiles(c, 1, full), behind ? 1 : 0, old, old, fill_none, NULL, 0, 0);
-    multiply(&t00, block_tiles(c, 0, full), p < stop ? 1 : 0, sums, sums, second_delta_unit, j, behind ? 16 : 0, 0);
-    j[FIRST_DELTA].op = (char *)c->delta + 2 * (p - first) * OP_BYTES;
-    j[FIRST_DELTA].dst = (char *)c->delta_out + 2 * (p - first) * OP_BYTES;
-    j[SECOND_DELTA].op = (char *)j[FIRST_DELTA].op + OP_BYTES;
-    j[SECOND_DELTA].dst = (char *)j[FIRST_DELTA].dst + OP_BYTES;
-    t10.b = (const char *)j[FIRST_DELTA].op;
+    for (int p = first + 1; p < stop; p++) delta_panel(c, p, p - first - 1, dim_k, 1, 1, 1);
+    delta_panel(c, stop, stop - first - 1, dim_k, 1, 1, 0);
+    return;
   }
+#pragma GCC unroll 1
+  for (int p = first; p <= stop; p++) delta_panel(c, p, p > first ? p - first - 1 : 0, dim_k, 0, p > first, p < stop);
 }
 
 /* ---- output and state ---- */
 
-/* Lines of the next chunk's q and k, for the second-level cache. */
-static ALWAYS_INLINE void ahead_unit(const struct job *j, int r) {
-#pragma GCC unroll 2
-  for (int t = 0; t < 2; t++)
-    for (int i = 0; j->ahead[t] && i < j->ahead_rows; i++)
-      __builtin_prefetch(j->ahead[t] + (r * j->ahead_rows + i) * j->ahead_bytes[t], 0, 2);
-}
-
 /* The state between chunks: the bits of its floats in two halves, rounded, so that the upper one is the bf16 operand
- * and both are exact together: bits + 0x8000 = upper << 16 | lower. Two lines where float and operand are three. */
+ * and both are exact together. x + 0x8000 = u | a and y + 0x8000 = v | b make lines of v | u and of a | b: two lines
+ * where float and operand are three. */
 static ALWAYS_INLINE void split_rows(__m512 x, __m512 y, char *upper, char *lower) {
   const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i a = _mm512_add_epi32(_mm512_castps_si512(x), half), b = _mm512_add_epi32(_mm512_castps_si512(y), half);
-  _mm512_store_si512(upper, _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b));
-  _mm512_store_si512(lower, _mm512_mask_blend_epi16(0xaaaaaaaau, a, _mm512_slli_epi32(b, 16)));
+  const __m512i a = _mm512_rol_epi32(_mm512_add_epi32(_mm512_castps_si512(x), half), 16);
+  const __m512i b = _mm512_add_epi32(_mm512_castps_si512(y), half);
+  _mm512_store_si512(upper, _mm512_mask_blend_epi16(0xaaaaaaaau, a, b));
+  _mm512_store_si512(lower, _mm512_mask_blend_epi16(0xaaaaaaaau, b, a));
 }
 
 static ALWAYS_INLINE void join_rows(const char *upper, const char *lower, __m512 *x, __m512 *y) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i u = _mm512_load_si512(upper), l = _mm512_load_si512(lower);
-  const __m512i a = _mm512_mask_blend_epi16(0xaaaaaaaau, l, _mm512_slli_epi32(u, 16));
-  const __m512i b = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(l, 16), u);
+  const __m512i a = _mm512_rol_epi32(_mm512_mask_blend_epi16(0xaaaaaaaau, u, l), 16);
+  const __m512i b = _mm512_mask_blend_epi16(0xaaaaaaaau, l, u);
   *x = _mm512_castsi512_ps(_mm512_sub_epi32(a, half));
   *y = _mm512_castsi512_ps(_mm512_sub_epi32(b, half));
 }
 
-/* Rows 2 r and 2 r + 1 of a block of the state, decayed, plus sums. */
+/* Rows 2 r and 2 r + 1 of a block of the state, decayed, plus sums, which may owe the decay too. */
 static ALWAYS_INLINE void state_unit(const struct job *j, int r) {
-  ahead_unit(j, r);
   char *upper = (char *)j->op + 64 * r, *lower = (char *)j->dst + 64 * r;
   const float *sums = j->src + 2 * BLOCK * r;
-  const __m512 decay = _mm512_set1_ps(j->factor);
+  const __m512 decay = _mm512_set1_ps(j->factor), of_sums = _mm512_set1_ps(j->sums_factor);
 #pragma GCC unroll 2
   for (int h = 0; h < 2; h++) {
-    __m512 x = _mm512_load_ps(sums + 16 * h), y = _mm512_load_ps(sums + BLOCK + 16 * h);
+    __m512 x = _mm512_mul_ps(of_sums, _mm512_load_ps(sums + 16 * h)), s, t;
+    __m512 y = _mm512_mul_ps(of_sums, _mm512_load_ps(sums + BLOCK + 16 * h));
     if (!j->fresh) {
-      __m512 s, t;
       join_rows(upper + 1024 * h, lower + 1024 * h, &s, &t);
       x = _mm512_fmadd_ps(decay, s, x);
       y = _mm512_fmadd_ps(decay, t, y);
@@ -234,22 +251,25 @@ static inline void chunk_end_bf16(const struct gdn_chunk *c, int col, int n_cols
   }
 }
 
-/* Tokens 2 r and 2 r + 1 of a block: out = exp(G) / norm (q S) + A V'. */
+struct out_hot {
+  float sums[2][BLOCK_ELEMS]; /* of each block of tokens */
+  float weights[GDN_CHUNK];
+};
+
+/* Tokens 2 r and 2 r + 1 of a block. */
 static ALWAYS_INLINE void out_rows(const struct job *j, int r, const int full) {
   const struct gdn_chunk *c = j->c;
 #pragma GCC unroll 2
   for (int h = 0; h < 2; h++) {
-    const int at = 2 * r + h, i = j->row + at;
-    if (!full && i >= c->n) return;
-    const __m512 w = _mm512_set1_ps(j->weights[i]);
-    const float *inter = j->src + at * BLOCK, *local = inter + BLOCK_ELEMS;
-    const __m512 x = _mm512_fmadd_ps(w, _mm512_load_ps(inter), _mm512_load_ps(local));
-    const __m512 y = _mm512_fmadd_ps(w, _mm512_load_ps(inter + 16), _mm512_load_ps(local + 16));
+    const int at = 2 * r + h;
+    if (!full && j->row + at >= c->n) return;
+    const __m512 w = _mm512_set1_ps(j->weights[at]);
+    const __m512 x = _mm512_mul_ps(w, _mm512_load_ps(j->src + at * BLOCK));
+    const __m512 y = _mm512_mul_ps(w, _mm512_load_ps(j->src + at * BLOCK + 16));
     if (full) /* past the caches: to lines that were fetched in time it took half as long again */
-      _mm512_stream_si512((__m512i *)((uint16_t *)c->out_rows.data + i * c->out_rows.stride_elems + j->col),
-                          v32_to_bf16(x, y));
+      _mm512_stream_si512((__m512i *)((char *)j->dst + at * j->row_bytes), v32_to_bf16(x, y));
     else
-      store_32(&c->out_rows, i, j->col, x, y);
+      store_32(&c->out_rows, j->row + at, j->col, x, y);
   }
 }
 
@@ -261,6 +281,15 @@ static ALWAYS_INLINE void out_unit_full(const struct job *j, int r) {
   out_rows(j, r, 1);
 }
 
+/* Tokens 2 r and 2 r + 1 of a block of q S in a steep chunk, decayed. */
+static ALWAYS_INLINE void decay_unit(const struct job *j, int r) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    float *x = j->sums + 2 * BLOCK * r + 16 * i;
+    _mm512_store_ps(x, _mm512_mul_ps(_mm512_set1_ps(j->c->decay_in[j->row + 2 * r + i / 2]), _mm512_load_ps(x)));
+  }
+}
+
 /* Lines of v that the next chunk has where this one has block b of panel p. */
 static ALWAYS_INLINE void plan_lines(const struct gdn_chunk *c, int p, int b, const int full, struct block *in) {
   in->ahead = in->b; /* nothing: the same line again */
@@ -269,71 +298,61 @@ static ALWAYS_INLINE void plan_lines(const struct gdn_chunk *c, int p, int b, co
   in->ahead_bytes = 2 * c->next_v.stride_elems;
 }
 
-/* Blocks of tokens of all panels, and a round after the last that only stores it. */
+/* Block b of tokens of panel p, the at-th of the call's, over what j says of the block before. Then j is of this. */
+static ALWAYS_INLINE void out_block(const struct gdn_chunk *c, int p, int at, const int b, const int dim_k,
+                                    const int full, int units, struct job *j) {
+  struct out_hot *hot = c->hot;
+  const int tiles = block_tiles(c, b, full), n_ahead = full ? AHEAD_V : 0;
+  fill_fn *const fill = full ? out_unit_full : out_unit;
+  float *const sums = hot->sums[b];
+  struct block q = {.a = (const char *)c->q + b * BLOCK * 2 * dim_k,
+                    .row_bytes = 2 * dim_k,
+                    .b = (const char *)c->state_op + (int64_t)p * dim_k * 64,
+                    .steps = dim_k / 32};
+  const struct block a = {.a = (const char *)(*c->steep ? c->a : c->qk_op) + b * BLOCK * 2 * GDN_CHUNK,
+                          .row_bytes = 2 * GDN_CHUNK,
+                          .b = (const char *)c->delta + 2 * at * OP_BYTES,
+                          .steps = b + 1};
+  plan_lines(c, p, b, full, &q);
+  if (c->zero_state) {
+    drain(fill, j, units);
+    multiply(&a, NULL, tiles, NULL, sums, fill_none, j, 0, 0);
+  } else if (*c->steep) {
+    const struct job decay = {.c = c, .sums = sums, .row = BLOCK * b};
+    drain(fill, j, units);
+    multiply(&q, NULL, tiles, NULL, sums, fill_none, j, 0, n_ahead);
+    drain(decay_unit, &decay, 16);
+    multiply(&a, NULL, tiles, sums, sums, fill_none, j, 0, 0);
+  } else {
+    multiply(&q, &a, tiles, NULL, sums, fill, j, units, n_ahead);
+  }
+  j->src = sums;
+  j->weights = hot->weights + BLOCK * b;
+  j->dst = (char *)c->out_rows.data + BLOCK * b * j->row_bytes + 2 * BLOCK * p;
+  j->row = BLOCK * b;
+  j->col = BLOCK * p;
+}
+
 static ALWAYS_INLINE void chunk_out_body(const struct gdn_chunk *c, int col, int n_cols, const int dim_k,
                                          const int full) {
-  float(*const sums)[2 * BLOCK_ELEMS] = c->hot; /* of a block of tokens: q S, A V' */
-  float weights[GDN_CHUNK] __attribute__((aligned(64)));
-  const int blocks = full || c->n > BLOCK ? 2 : 1, first = col / BLOCK, rounds = n_cols / BLOCK * blocks;
-  for (int i = 0; i < BLOCK * blocks; i += 16)
-    _mm512_store_ps(weights + i, _mm512_mul_ps(_mm512_load_ps(c->q_mult + i), _mm512_load_ps(c->decay_in + i)));
-  struct job j = {.c = c, .weights = weights};
-  if (c->zero_state) memset(sums, 0, 2 * sizeof(*sums));
+  struct out_hot *hot = c->hot;
+  const int two = full || c->n > BLOCK, first = col / BLOCK, stop = (col + n_cols) / BLOCK;
+  struct job j = {.c = c, .row_bytes = 2 * c->out_rows.stride_elems};
+  for (int i = 0; i < BLOCK * (two + 1); i += 16) {
+    const __m512 q = _mm512_load_ps(c->q_mult + i);
+    _mm512_store_ps(hot->weights + i, *c->steep ? q : _mm512_mul_ps(q, _mm512_load_ps(c->decay_in + i)));
+  }
+  out_block(c, first, 0, 0, dim_k, full, 0, &j);
+  if (two) out_block(c, first, 0, 1, dim_k, full, 16, &j);
 #pragma GCC unroll 1
-  for (int i = 0; i <= rounds; i++) {
-    const int b = i % blocks, p = first + i / blocks, live = i < rounds;
-    struct block q = {.a = (const char *)c->q + b * BLOCK * 2 * dim_k,
-                      .row_bytes = 2 * dim_k,
-                      .b = (const char *)c->state_op + p * dim_k * 64};
-    const struct block a = {.a = (const char *)c->a + b * BLOCK * 2 * GDN_CHUNK,
-                            .row_bytes = 2 * GDN_CHUNK,
-                            .b = (const char *)c->delta + 2 * (p - first) * OP_BYTES};
-    plan_lines(c, p, b, full, &q);
-    multiply(&q, block_tiles(c, b, full), live && !c->zero_state ? dim_k / 32 : 0, NULL, sums[b],
-             full ? out_unit_full : out_unit, &j, i ? 16 : 0, full ? AHEAD_V : 0);
-    multiply(&a, block_tiles(c, b, full), live ? b + 1 : 0, NULL, sums[b] + BLOCK_ELEMS, fill_none, NULL, 0, 0);
-    j.src = sums[b];
-    j.row = BLOCK * b;
-    j.col = BLOCK * p;
+  for (int p = first + 1; p < stop; p++) {
+    out_block(c, p, p - first, 0, dim_k, full, 16, &j);
+    if (two) out_block(c, p, p - first, 1, dim_k, full, 16, &j);
   }
+  drain(full ? out_unit_full : out_unit, &j, 16);
 }
 
-/* Rows that one unit of block (p, b) fetches: line b of each row in share p of the panels. */
-static ALWAYS_INLINE void plan_ahead(const struct gdn_chunk *c, int p, int b, struct job *j) {
-  const struct gdn_rows *next[2] = {&c->next_q, &c->next_k};
-  const int panels = c->dim_v / BLOCK, share = (GDN_CHUNK / 16 + panels - 1) / panels; /* rows a unit */
-  j->ahead_rows = share;
-  for (int t = 0; t < 2; t++) {
-    j->ahead[t] = NULL;
-    if (c->next_n < GDN_CHUNK || !next[t]->data || next[t]->dtype != GDN_ROWS_BF16 || 16 * share * p >= GDN_CHUNK)
-      continue;
-    j->ahead_bytes[t] = 2 * next[t]->stride_elems;
-    j->ahead[t] = (const char *)next[t]->data + 16 * share * p * j->ahead_bytes[t] + 2 * BLOCK * b;
-  }
-}
-
-static ALWAYS_INLINE void chunk_state_body(const struct gdn_chunk *c, int col, int n_cols, const int dim_k,
-                                           const int full) {
-  float(*const sums)[BLOCK_ELEMS] = c->hot; /* of two blocks, in turns */
-  const int steps = full || c->n > BLOCK ? 2 : 1, blocks = dim_k / BLOCK, first = col / BLOCK;
-  const int rounds = n_cols / BLOCK * blocks;
-  struct job j = {0};
-#pragma GCC unroll 1
-  for (int i = 0; i <= rounds; i++) {
-    const int b = i % blocks, p = first + i / blocks;
-    const struct block in = {.a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK,
-                             .row_bytes = 2 * GDN_CHUNK,
-                             .b = (const char *)c->delta_out + 2 * (p - first) * OP_BYTES};
-    block_product(&in, 2, 1, i < rounds ? steps : 0, NULL, sums[i % 2], state_unit, &j, i ? 16 : 0, 0);
-    j = state_block(c, (p * blocks + b) * BLOCK_ELEMS);
-    j.src = sums[i % 2];
-    j.factor = *c->decay_all;
-    j.fresh = c->zero_state;
-    plan_ahead(c, p, b, &j);
-  }
-}
-
-/* Tokens r and r + 16 of a block of V', weighted anew. */
+/* Tokens r and r + 16 of a block of W, weighted. */
 static ALWAYS_INLINE void reweigh(const struct job *j, int r) {
   const __m512 f = _mm512_set1_ps(j->weights[r]), g = _mm512_set1_ps(j->weights[r + 16]);
   for (int h = 0; h < 2; h++) {
@@ -344,35 +363,82 @@ static ALWAYS_INLINE void reweigh(const struct job *j, int r) {
   }
 }
 
+/* ops = a panel of W, weighted. */
+static ALWAYS_INLINE void reweigh_panel(const char *w, const float *weights, int blocks, char *ops) {
+  for (int b = 0; b < blocks; b++) {
+    const struct job j = {
+        .src = (const float *)(w + b * OP_BYTES), .op = ops + b * OP_BYTES, .weights = weights + b * BLOCK};
+    drain(reweigh, &j, 16);
+  }
+}
+
+/* Lines of the next chunk's q and k, of each row the b-th, that are fetched under block b of panel p: half of q's rows
+ * in each of the first panels, then k's; all of them where there are only two panels. */
+static ALWAYS_INLINE void plan_rows(const struct gdn_chunk *c, int p, int b, struct block *in) {
+  const int few = c->dim_v < 4 * BLOCK, half = few ? 0 : p % 2;
+  const struct gdn_rows *next = (few ? p : p / 2) ? &c->next_k : &c->next_q;
+  in->ahead = in->a; /* nothing: the same line again */
+  if (c->next_n < GDN_CHUNK || !next->data || next->dtype != GDN_ROWS_BF16 || p > 3) return;
+  in->ahead_bytes = 2 * next->stride_elems;
+  in->ahead = (const char *)next->data + half * BLOCK * in->ahead_bytes + 2 * BLOCK * b;
+}
+
+/* Round i: block i of the state, counted from first on, over what j says of the block before; then j is of this one. */
+static ALWAYS_INLINE void state_round(const struct gdn_chunk *c, int i, int first, const int dim_k, const int full,
+                                      int units, struct job *j) {
+  const int blocks = dim_k / BLOCK, b = i % blocks, p = i / blocks;
+  float *const sums = (float *)c->hot + i % 2 * BLOCK_ELEMS;
+  struct block in = {.a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK,
+                     .row_bytes = 2 * GDN_CHUNK,
+                     .b = (const char *)(*c->steep ? c->delta_out : c->delta) + 2 * p * OP_BYTES,
+                     .steps = full || c->n > BLOCK ? 2 : 1};
+  plan_rows(c, first + p, b, &in);
+  block_product(&in, NULL, 2, 1, NULL, sums, state_unit, j, units, c->dim_v < 4 * BLOCK ? GDN_CHUNK : BLOCK);
+  *j = state_block(c, ((first + p) * blocks + b) * BLOCK_ELEMS);
+  j->src = sums;
+  j->factor = *c->decay_all;
+  j->sums_factor = *c->steep ? 1 : *c->decay_all;
+  j->fresh = c->zero_state;
+}
+
+static ALWAYS_INLINE void chunk_state_body(const struct gdn_chunk *c, int col, int n_cols, const int dim_k,
+                                           const int full) {
+  const int panels = n_cols / BLOCK, rounds = panels * (dim_k / BLOCK);
+  struct job j = {0};
+  for (int p = 0; p < panels && *c->steep; p++)
+    reweigh_panel((const char *)c->delta + 2 * p * OP_BYTES, c->decay_out, c->n > BLOCK ? 2 : 1,
+                  (char *)c->delta_out + 2 * p * OP_BYTES);
+  state_round(c, 0, col / BLOCK, dim_k, full, 0, &j);
+#pragma GCC unroll 1
+  for (int i = 1; i < rounds; i++) state_round(c, i, col / BLOCK, dim_k, full, 16, &j);
+  drain(state_unit, &j, 16);
+}
+
+/* The state after the first n_at tokens is decay S + sums_factor K^T (weights W). */
 static inline void chunk_state_at_bf16(const struct gdn_chunk *c, int n_at, int col, int n_cols, float *panels) {
   float sums[BLOCK_ELEMS] __attribute__((aligned(64))), weights[GDN_CHUNK] __attribute__((aligned(64)));
   char ops[2 * OP_BYTES] __attribute__((aligned(64)));
   const int blocks = n_at > BLOCK ? 2 : 1, first = col / BLOCK;
-  const __m512 decay = _mm512_set1_ps(c->decay_in[n_at - 1]);
-  float after = 1; /* the decays between a token and n_at */
+  const __m512 decay = _mm512_set1_ps(c->decay_in[n_at - 1]), of_sums = *c->steep ? _mm512_set1_ps(1) : decay;
+  float after = 1; /* in a steep chunk, the decays between a token and n_at */
   for (int i = GDN_CHUNK - 1; i >= 0; i--) {
-    weights[i] = i < n_at ? after * c->k_mult[i] : 0;
-    if (i < n_at) after *= c->decay[i];
+    weights[i] = i < n_at ? after : 0;
+    if (i < n_at && *c->steep) after *= c->decay[i];
   }
   for (int p = first; p < (col + n_cols) / BLOCK; p++) {
-    for (int b = 0; b < blocks; b++) {
-      const struct job j = {.src = (const float *)((const char *)c->delta + (2 * (p - first) + b) * OP_BYTES),
-                            .op = ops + b * OP_BYTES,
-                            .weights = weights + b * BLOCK};
-      drain(reweigh, &j, 16);
-    }
+    reweigh_panel((const char *)c->delta + 2 * (p - first) * OP_BYTES, weights, blocks, ops);
     for (int b = 0; b < c->dim_k / BLOCK; b++) {
       const struct block in = {
-          .a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK, .b = ops};
+          .a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK, .b = ops, .steps = blocks};
       struct job state = state_block(c, (p * (c->dim_k / BLOCK) + b) * BLOCK_ELEMS);
       float *dst = panels + ((p - first) * (c->dim_k / BLOCK) + b) * BLOCK_ELEMS;
       state.sums = dst;
-      block_product(&in, 2, 1, blocks, NULL, sums, fill_none, NULL, 0, 0);
+      block_product(&in, NULL, 2, 1, NULL, sums, fill_none, &state, 0, 0);
       if (!c->zero_state) drain(end_unit, &state, 16);
-      for (int i = 0; i < BLOCK_ELEMS; i += 16)
-        _mm512_store_ps(dst + i, c->zero_state
-                                     ? _mm512_load_ps(sums + i)
-                                     : _mm512_fmadd_ps(decay, _mm512_load_ps(dst + i), _mm512_load_ps(sums + i)));
+      for (int i = 0; i < BLOCK_ELEMS; i += 16) {
+        const __m512 x = _mm512_mul_ps(of_sums, _mm512_load_ps(sums + i));
+        _mm512_store_ps(dst + i, c->zero_state ? x : _mm512_fmadd_ps(decay, _mm512_load_ps(dst + i), x));
+      }
     }
   }
 }

@@ -32,45 +32,57 @@ static inline void tiles_configure(void) {
     _tile_loadd(tile, from, stride);                                                                                   \
   } while (0)
 
-/* The slot-th of the products of a block: loads its tiles, multiplies. */
+/* The slot-th of the products of a step: loads its tiles, multiplies. */
 #define TILE_PRODUCT(slot)                                                                                             \
   do {                                                                                                                 \
-    if ((slot) % (2 * tiles) == 0) {                                                                                   \
+    if ((slot) == 0) {                                                                                                 \
       TILE_LOAD(4, a, row_bytes);                                                                                      \
       TILE_LOAD(6, b, 64);                                                                                             \
       _tile_dpbf16ps(0, 4, 6);                                                                                         \
-    } else if ((slot) % (2 * tiles) == 1) {                                                                            \
+    } else if ((slot) == 1) {                                                                                          \
       TILE_LOAD(7, b + 1024, 64);                                                                                      \
       if (upper) _tile_dpbf16ps(1, 4, 7);                                                                              \
-    } else if ((slot) % (2 * tiles) == 2) {                                                                            \
+    } else if ((slot) == 2) {                                                                                          \
       TILE_LOAD(5, a + 16 * row_bytes, row_bytes);                                                                     \
       _tile_dpbf16ps(2, 5, 6);                                                                                         \
     } else {                                                                                                           \
       _tile_dpbf16ps(3, 5, 7);                                                                                         \
     }                                                                                                                  \
-    if ((slot) % (2 * tiles) == 2 * tiles - 1) {                                                                       \
-      a += 64;                                                                                                         \
-      b += 2048;                                                                                                       \
-    }                                                                                                                  \
   } while (0)
 
-/* c [16 tiles][32] = init (null = 0) + A [16 tiles][32 steps] B. A row is row_bytes after the one above; B is
- * [steps][2][16][16][2]. Unless upper, the block of c above the diagonal is left as it is. Between the products, fill
- * gets every number below units: vector work of another block, for the cycles in which tiles keep the ports free.
- * No steps: only fill. The loop stays rolled, with one copy of fill: a chunk runs through all of this code once per
- * panel, and what does not fit the instruction cache waits for every line. */
-static inline __attribute__((always_inline)) void block_product(const struct block *p, const int tiles, const int upper,
-                                                                const int steps, const float *init, float *c,
-                                                                fill_fn *fill, const struct job *job, const int units,
-                                                                const int n_ahead) {
-  const int64_t row_bytes = p->row_bytes;
-  const char *a = p->a, *b = p->b;
-  const int slots = 2 * tiles * steps;
-  const int per_slot = slots ? (units + slots - 1) / slots : units;
-  const int per_ahead = slots ? n_ahead / slots : 0;
-  const char *ahead = p->ahead;
+/* The products of one step, and what is to be done between them. */
+#define TILE_STEP(between)                                                                                             \
+  do {                                                                                                                 \
+    TILE_PRODUCT(0);                                                                                                   \
+    between(0);                                                                                                        \
+    TILE_PRODUCT(1);                                                                                                   \
+    between(1);                                                                                                        \
+    if (tiles == 2) {                                                                                                  \
+      TILE_PRODUCT(2);                                                                                                 \
+      between(2);                                                                                                      \
+      TILE_PRODUCT(3);                                                                                                 \
+      between(3);                                                                                                      \
+    }                                                                                                                  \
+    a += 64;                                                                                                           \
+    b += 2048;                                                                                                         \
+  } while (0)
+
+/* c [16 tiles][32] = init (null = 0) + A B of p, + A B of more (null = none). Rows of A are row_bytes apart; B is
+ * [steps][2][16][16][2]. Unless upper, the block of c above the diagonal is left as it is. Between the products of p,
+ * fill gets every number below units: vector work of another block, for the cycles in which tiles keep the ports free.
+ * Steps are a loop, the products of one are not: all of it unrolled, a chunk's code does not fit the instruction cache;
+ * with products in the loop as well, the address of every unit is made anew, and the state takes a fifth longer. */
+static inline __attribute__((always_inline)) void block_product(const struct block *p, const struct block *more,
+                                                                const int tiles, const int upper, const float *init,
+                                                                float *c, fill_fn *fill, const struct job *job,
+                                                                const int units, const int n_ahead) {
+  const int slots = 2 * tiles * p->steps, per_slot = (units + slots - 1) / slots, per_ahead = n_ahead / slots;
+  const int64_t ahead_bytes = p->ahead_bytes;
+  int64_t row_bytes = p->row_bytes;
+  const char *a = p->a, *b = p->b, *ahead = p->ahead;
+  const struct job j = *job;
   int unit = 0;
-  if (init && steps) {
+  if (init) {
     TILE_LOAD(0, init, 128);
     TILE_LOAD(1, init + 16, 128);
     if (tiles == 2) {
@@ -85,20 +97,24 @@ static inline __attribute__((always_inline)) void block_product(const struct blo
       _tile_zero(3);
     }
   }
-  int slot = 0;
+#define TILE_BETWEEN(slot)                                                                                             \
+  do {                                                                                                                 \
+    for (int e = 0; e < per_ahead; e++, ahead += ahead_bytes) __builtin_prefetch(ahead, 0, 2);                         \
+    for (int e = 0; e < per_slot; e++)                                                                                 \
+      if (units % slots == 0 || unit + (slot)*per_slot + e < units) fill(&j, unit + (slot)*per_slot + e);              \
+  } while (0)
+#define TILE_NOTHING(slot)
 #pragma GCC unroll 1
-  do {
-    if (steps) TILE_PRODUCT(slot);
+  for (int s = 0; s < p->steps; s++, unit += 2 * tiles * per_slot) TILE_STEP(TILE_BETWEEN);
+  if (more) {
+    a = more->a;
+    b = more->b;
+    row_bytes = more->row_bytes;
 #pragma GCC unroll 1
-    for (int e = 0; e < per_ahead; e++) {
-      __builtin_prefetch(ahead, 0, 2);
-      ahead += p->ahead_bytes;
-    }
-    const int unit_end = unit + per_slot < units ? unit + per_slot : units;
-#pragma GCC unroll 1
-    for (; unit < unit_end; unit++) fill(job, unit);
-  } while (++slot < slots);
-  if (!steps) return;
+    for (int s = 0; s < more->steps; s++) TILE_STEP(TILE_NOTHING);
+  }
+#undef TILE_BETWEEN
+#undef TILE_NOTHING
   _tile_stored(0, c, 128);
   if (upper) _tile_stored(1, c + 16, 128);
   if (tiles == 2) {

@@ -708,6 +708,10 @@ EMU_CALL __m512i _mm512_maskz_permutexvar_epi16(__mmask32 mask, __m512i order, _
   return (__m512i)r;
 }
 
+EMU_CALL __m512i _mm512_rol_epi32(__m512i a, int n) {
+  return (__m512i)((emu_u16)a << (n & 31) | (emu_u16)a >> (-n & 31));
+}
+
 /* 16 of the 32 lanes of low, then high. */
 EMU_CALL __m512i _mm512_alignr_epi32(__m512i high, __m512i low, int n) {
   emu_i16 r;
