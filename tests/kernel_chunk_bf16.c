@@ -8,19 +8,28 @@
 
 /* Their operands and what passes between their primitives are their own affair, so every primitive is checked through
  * out and state of a chunk, by float64 from the state before it, with inputs that bring it out. */
+enum gates_kind { NO_GATES, GENTLE, STEEP }; /* steep in the second chunk, from 6 tokens on */
+
 struct bf16_inputs {
   const char *row;
-  int l2norm, with_gates, with_state, unit_v, with_v;
+  int l2norm;
+  enum gates_kind gates;
+  int with_state, unit_v, with_v;
   int whole_lines; /* out in whole cache lines, next rows known: what a full chunk takes a shorter way for */
   int32_t out_dtype;
 };
 
 static const struct bf16_inputs bf16_inputs[] = {
-    {"chunk_qk", 0, 1, 1, 0, 1, 0, GDN_ROWS_F32},     {"chunk_gates", 1, 0, 1, 0, 1, 0, GDN_ROWS_F32},
-    {"chunk_mask", 1, 1, 0, 1, 1, 0, GDN_ROWS_F32},   {"chunk_solve", 1, 0, 0, 1, 1, 0, GDN_ROWS_F32},
-    {"chunk_begin", 1, 1, 1, 0, 0, 0, GDN_ROWS_F32},  {"chunk_delta", 1, 1, 1, 0, 1, 0, GDN_ROWS_F32},
-    {"chunk_delta", 1, 0, 1, 0, 1, 0, GDN_ROWS_F32},  {"chunk_out", 1, 1, 1, 0, 1, 0, GDN_ROWS_BF16},
-    {"chunk_state", 1, 1, 1, 0, 1, 1, GDN_ROWS_BF16}, {"chunk_state", 1, 1, 0, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_qk", 0, STEEP, 1, 0, 1, 0, GDN_ROWS_F32},       {"chunk_qk", 0, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_gates", 1, NO_GATES, 1, 0, 1, 0, GDN_ROWS_F32}, {"chunk_gates", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_mask", 1, STEEP, 0, 1, 1, 0, GDN_ROWS_F32},     {"chunk_mask", 1, GENTLE, 0, 1, 1, 0, GDN_ROWS_F32},
+    {"chunk_solve", 1, NO_GATES, 0, 1, 1, 0, GDN_ROWS_F32}, {"chunk_solve", 1, STEEP, 0, 1, 1, 0, GDN_ROWS_F32},
+    {"chunk_begin", 1, STEEP, 1, 0, 0, 0, GDN_ROWS_F32},    {"chunk_begin", 1, GENTLE, 1, 0, 0, 0, GDN_ROWS_F32},
+    {"chunk_delta", 1, STEEP, 1, 0, 1, 0, GDN_ROWS_F32},    {"chunk_delta", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_delta", 1, NO_GATES, 1, 0, 1, 0, GDN_ROWS_F32}, {"chunk_out", 1, STEEP, 1, 0, 1, 0, GDN_ROWS_BF16},
+    {"chunk_out", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_BF16},    {"chunk_state", 1, STEEP, 1, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_state", 1, GENTLE, 1, 0, 1, 1, GDN_ROWS_BF16},  {"chunk_state", 1, STEEP, 0, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_state", 1, GENTLE, 0, 0, 1, 1, GDN_ROWS_BF16},
 };
 
 /* ---- float64: the rule token by token, and the chunk form with rounded operands ---- */
@@ -106,7 +115,8 @@ static struct chunk_data bf16_data(struct kcase *c, const struct bf16_inputs *in
       if (!in->with_v) row_put(&d.v, i, j, 0);
     }
   }
-  if (!in->with_gates) d.g.data = d.beta.data = NULL;
+  for (int i = 0; i < n && in->gates == GENTLE; i++) row_put(&d.g, i, 0, fmaxf(row_get(&d.g, i, 0), -0.6f));
+  if (in->gates == NO_GATES) d.g.data = d.beta.data = NULL;
   return d;
 }
 
@@ -125,7 +135,7 @@ static struct gdn_chunk *bf16_run(struct kcase *c, const struct bf16_inputs *in,
   struct gdn_rows_out all = x->out_rows;
   for (int chunk = 0; chunk < 2; chunk++) {
     int from = chunk * FIRST_LEN;
-    set_chunk(x, in->with_gates ? d : &ungated, from, chunk ? c->n : FIRST_LEN);
+    set_chunk(x, in->gates != NO_GATES ? d : &ungated, from, chunk ? c->n : FIRST_LEN);
     x->g_rows = maybe_rows(d->g, from);
     x->beta_rows = maybe_rows(d->beta, from);
     x->next_n = chunk ? 0 : c->n;
