@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Decode. One token per sequence runs straight on state rows in caller memory: each row is read once and written once.
- * So do several tokens on [V, K] states, and one where the states differ in type: read once, written where asked for.
+ * So do several tokens on [V, K] states, and one where the states differ in type: read once, written where asked for; a
+ * sequence with nothing to write is the kernel's affair, task by task.
  * On [K, V] states they run on panels of 32 columns, read and written as often. */
 #include "prefill.h"
 
@@ -174,6 +175,8 @@ static void decode_panel(const struct decode_job *job, const struct decode_scrat
                         gdn_rows_out_from(gdn_array_rows_out(&b->out, token, head_v), col));
   if (out.data) kernels->state_store(GDN_PANEL, b->dim_k, s->panel, out);
 }
+
+_Static_assert(GDN_DECODE_TOKENS_MAX <= GDN_TOKENS_MAX, "kernels have room for a sequence's tokens");
 
 /* Columns [col, col + n_cols) through all tokens of their sequence, straight on rows in caller memory. */
 static void decode_rows(const struct decode_job *job, const struct decode_scratch *s, int head_v, int col) {

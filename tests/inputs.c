@@ -334,8 +334,7 @@ static double half_ulp(double want, int32_t dtype) {
   return ldexp(1.0, (exponent < -125 ? -125 : exponent) - 9);
 }
 
-/* What number is off beyond the rounding to dtype, which counts as its last step. */
-static double excess(double number, double want, int32_t dtype) {
+double inputs_excess(double number, double want, int32_t dtype) {
   return fmax(fabs(number - want) - half_ulp(want, dtype), 0);
 }
 
@@ -345,14 +344,14 @@ static void compare(const char *what, const void *got, int32_t dtype, const doub
   double error2 = 0, norm2 = 0, model2 = 0;
   uint32_t own;
   for (int64_t i = 0; i < n; i++) {
-    double e = excess(oracle_number(got, i, dtype), want[i], dtype);
+    double e = inputs_excess(oracle_number(got, i, dtype), want[i], dtype);
     if (!(e <= 1e6))
       check_fail("%s: element %lld: %g instead of %g", what, (long long)i, oracle_number(got, i, dtype), want[i]);
     norm2 += want[i] * want[i];
     error2 += e * e;
     if (model == NULL) continue;
     inputs_put(&own, 0, dtype, model[i]);
-    e = excess(oracle_number(&own, 0, dtype), want[i], dtype);
+    e = inputs_excess(oracle_number(&own, 0, dtype), want[i], dtype);
     model2 += e * e;
   }
   if (model != NULL) limit = model_limit(norm2 > 0 ? sqrt(model2 / norm2) : 0, n_rows, limit);

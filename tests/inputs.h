@@ -51,6 +51,8 @@ void *inputs_take_states(const struct inputs *x, const gdn_states *pool, size_t 
 /* Compares with float64: beyond the rounding to the type itself, limit relative to the norm, and where bf16 is set what
  * model.h allows on top. Then everything that the call may not write must be as before. Destroys the outputs. */
 void inputs_check(struct inputs *x, double limit, int bf16);
+/* What number is off beyond the rounding to dtype, which counts as its last step. */
+double inputs_excess(double number, double want, int32_t dtype);
 
 int inputs_bytes(int32_t dtype);
 /* Rounds to nearest even. */

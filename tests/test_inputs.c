@@ -33,8 +33,15 @@ static struct result take(const struct inputs *x) {
   return r;
 }
 
+/* Decode's sequences that store no state are verifies, of which only the first token has prefill's bits. */
 static void same(const char *what, const struct inputs *x, const struct result *a, const struct result *b) {
-  check_same_bits(what, a->out, b->out, a->out_bytes, (size_t)inputs_bytes(x->spec.out));
+  const int T = x->spec.n_tokens;
+  const size_t token = a->out_bytes / (size_t)(x->spec.n_seqs * T);
+  for (int i = 0; i < x->spec.n_seqs; i++) {
+    const size_t at = (size_t)(i * T) * token;
+    const size_t n = oracle_row(&x->decode.final_state, i) < 0 ? 1 : (size_t)T;
+    check_same_bits(what, (char *)a->out + at, (char *)b->out + at, n * token, (size_t)inputs_bytes(x->spec.out));
+  }
   check_same_bits(what, a->states, b->states, a->states_bytes, (size_t)inputs_bytes(x->spec.state_out));
 }
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Several tokens per sequence: verify, states after each token, commit, all bit for bit against one token at a time. */
+ * Several tokens per sequence: verify, states after each token, commit, against one token at a time: bit for bit, but
+ * for the outputs of a verify after its first token, which have a bound. */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -11,6 +12,7 @@
 #include "check.h"
 #include "inputs.h"
 #include "oracle.h"
+#include "verify_bound.h"
 
 static struct check_tier tiers[CHECK_TIERS_MAX];
 static gdn_ctx *contexts[CHECK_TIERS_MAX];
@@ -90,24 +92,240 @@ static struct inputs *verify_case(const char *name, int i, int n_tokens) {
   return inputs_make(&s, &r);
 }
 
-static void verify_gives_the_bits_of_single_steps_and_leaves_states(void **state) {
+/* ---- what the outputs of a verify may be off ---- */
+
+#define UNIT 0x1p-24
+
+/* Relative, of a row of q or k as float32 makes it: half the error of the norm's sum, and a handful of roundings. */
+static double row_error(const gdn_prefill_args *a) {
+  return UNIT * ((a->flags & GDN_L2NORM_QK) != 0 ? a->dim_k / 2 + 8 : 2);
+}
+
+/* And of a decay: its logarithm to 16 units, where it is one of raw gates, and the exponential to 4. */
+static double decay_error(const gdn_prefill_args *a, double decay) {
+  return decay > 0 && (a->flags & GDN_LINEAR_G) == 0 ? UNIT * (4 + 16 * fabs(log(decay))) : 0;
+}
+
+static void make_row(const gdn_prefill_args *a, enum oracle_array which, int64_t t, int64_t h, double scale,
+                     double *row) {
+  double sum = a->eps != 0 ? (double)a->eps : 1e-6;
+  oracle_row_of(a, which, t, h, row);
+  for (int i = 0; i < a->dim_k; i++) sum += row[i] * row[i];
+  if ((a->flags & GDN_L2NORM_QK) != 0) scale /= sqrt(sum);
+  for (int i = 0; i < a->dim_k; i++) row[i] *= scale;
+}
+
+/* Of head h of sequence seq, memory for it included. */
+static struct verify_head head_of(const struct inputs *x, int64_t seq, int h) {
+  const gdn_prefill_args *a = &x->prefill;
+  const int64_t n = x->spec.n_tokens, K = a->dim_k, V = a->dim_v;
+  double *q = check_alloc(sizeof *q * (size_t)(n * (2 * K + V + 3) + K * V)), error = 0;
+  double *k = q + n * K, *v = k + n * K, *decay = v + n * V, *beta = decay + n, *errors = beta + n;
+  for (int64_t t = 0; t < n; t++) {
+    make_row(a, ORACLE_Q, seq * n + t, h, a->scale != 0 ? (double)a->scale : 1 / sqrt((double)K), q + t * K);
+    make_row(a, ORACLE_K, seq * n + t, h, 1, k + t * K);
+    oracle_row_of(a, ORACLE_V, seq * n + t, h, v + t * V);
+    oracle_gates(a, seq * n + t, h, decay + t, beta + t);
+    error += decay_error(a, decay[t]);
+    errors[t] = error + 2 * row_error(a) + UNIT * 8; /* two rows make a product of keys; the rest is for beta */
+  }
+  oracle_load_state(a, seq, h, errors + n);
+  return (struct verify_head){.n = (int)n,
+                              .dim_k = (int)K,
+                              .dim_v = (int)V,
+                              .q = q,
+                              .k = k,
+                              .decay = decay,
+                              .beta = beta,
+                              .v = v,
+                              .state = errors + n,
+                              .input_error = errors};
+}
+
+/* [n_seqs T][n_heads][dim_v]: what out may differ from x->want_out. */
+static double *make_limits(const struct inputs *x) {
+  const struct inputs_spec *s = &x->spec;
+  const int64_t n = s->n_tokens, V = s->dim_v;
+  double *limits = check_alloc(sizeof *limits * (size_t)(s->n_seqs * n * x->n_heads * V));
+  double *out = check_alloc(sizeof *out * (size_t)(n * V)), *limit = check_alloc(sizeof *limit * (size_t)(n * V));
+  for (int64_t seq = 0; seq < s->n_seqs; seq++)
+    for (int h = 0; h < x->n_heads; h++) {
+      struct verify_head head = head_of(x, seq, h);
+      verify_bound(&head, out, limit);
+      for (int64_t t = 0; t < n; t++)
+        memcpy(limits + ((seq * n + t) * x->n_heads + h) * V, limit + t * V, sizeof *limit * (size_t)V);
+    }
+  return limits;
+}
+
+static void check_bound(const struct inputs *x, const void *out, const double *limits) {
+  const int64_t n = (int64_t)x->spec.n_seqs * x->spec.n_tokens * x->n_heads * x->spec.dim_v;
+  for (int64_t i = 0; i < n; i++)
+    check_limit("out, as a share of its bound",
+                inputs_excess(oracle_number(out, i, x->spec.out), x->want_out[i], x->spec.out) / limits[i], 1);
+}
+
+/* ---- verify ---- */
+
+/* The first count tokens of each sequence, of two dense outs. */
+static void same_tokens(const char *what, const struct inputs *x, const char *out, const char *other, int count) {
+  const int T = x->spec.n_tokens;
+  const size_t token = (size_t)(x->n_heads * x->spec.dim_v * inputs_bytes(x->spec.out));
+  for (int k = 0; k < x->spec.n_seqs * T; k++)
+    if (k % T < count)
+      check_same_bits(what, out + (size_t)k * token, other + (size_t)k * token, token,
+                      (size_t)inputs_bytes(x->spec.out));
+}
+
+static gdn_decode_args verify_args(const struct inputs *x) {
+  gdn_decode_args a = x->decode;
+  a.final_state = (gdn_states){0};
+  return a;
+}
+
+static const char *run_out(struct inputs *x, gdn_ctx *ctx, const gdn_decode_args *a) {
+  size_t bytes;
+  inputs_reset(x);
+  check_ok("gdn_decode", gdn_decode(ctx, a));
+  return inputs_take_out(x, &bytes);
+}
+
+static void verify_is_within_its_bound_and_leaves_states(void **state) {
   (void)state;
   for (int i = 0; i < 60; i++) {
-    struct inputs *x = verify_case("verify", i, 1 + i % 9);
+    struct inputs *x = verify_case("verify", i, i == 59 ? GDN_DECODE_TOKENS_MAX : 1 + i % 9);
+    double *limits = make_limits(x);
     for (int t = 0; t < n_tiers; t++) {
-      size_t bytes;
       check_case("verify_%d/%s", i, tiers[t].name);
       inputs_reset(x);
       struct steps steps = run_steps(x, contexts[t]);
-      inputs_reset(x);
-      gdn_decode_args a = x->decode;
-      a.final_state = (gdn_states){0};
-      check_ok("gdn_decode", gdn_decode(contexts[t], &a));
-      const void *out = inputs_take_out(x, &bytes);
-      check_same_bits("out", out, steps.out, bytes, (size_t)inputs_bytes(x->spec.out));
+      gdn_decode_args a = verify_args(x);
+      const char *out = run_out(x, contexts[t], &a);
+      same_tokens("first token", x, out, steps.out, 1);
+      check_bound(x, out, limits);
       check_same_bits("states", x->pool_out, x->start, x->pool_out_bytes, 2);
     }
     check_free_all();
+  }
+}
+
+/* A single sequence out of x, as a batch of its own. */
+static gdn_decode_args only_sequence(const struct inputs *x, int seq, int64_t *row) {
+  gdn_decode_args a = verify_args(x);
+  const int64_t first = (int64_t)seq * x->spec.n_tokens;
+  *row = oracle_row(&a.initial_state, seq);
+  a.n_seqs = 1;
+  a.initial_state.rows = row;
+  a.initial_state.rows_dtype = GDN_I64;
+  a.q = shifted(a.q, first, 1);
+  a.k = shifted(a.k, first, 1);
+  a.v = shifted(a.v, first, 1);
+  a.g = shifted(a.g, first, 1);
+  a.beta = shifted(a.beta, first, 1);
+  a.raw_gates.a = shifted(a.raw_gates.a, first, 1);
+  a.raw_gates.b = shifted(a.raw_gates.b, first, 1);
+  a.out.data = (char *)a.out.data + first * a.out.token_stride_elems * inputs_bytes(a.out.dtype);
+  return a;
+}
+
+/* More workers mean smaller slices of V. */
+static void verify_gives_the_same_bits_in_any_batch_and_on_any_threads(void **state) {
+  (void)state;
+  static const int threads[] = {1, 3, 16};
+  for (int t = 0; t < n_tiers; t++)
+    for (int c = 0; c < 3; c++) {
+      gdn_ctx *ctx = check_ctx(&tiers[t], threads[c]);
+      for (int i = 0; i < 12; i++) {
+        size_t bytes;
+        struct inputs *x = verify_case("parts", i, 2 + i % 5);
+        gdn_decode_args a = verify_args(x);
+        check_case("parts_%d/threads_%d/%s", i, threads[c], tiers[t].name);
+        const char *want = run_out(x, contexts[t], &a), *out = run_out(x, ctx, &a);
+        same_tokens("out with other threads", x, out, want, x->spec.n_tokens);
+        inputs_reset(x);
+        for (int seq = 0; seq < x->spec.n_seqs; seq++) {
+          int64_t row;
+          a = only_sequence(x, seq, &row);
+          check_ok("gdn_decode", gdn_decode(ctx, &a));
+        }
+        out = inputs_take_out(x, &bytes);
+        same_tokens("out of sequences alone", x, out, want, x->spec.n_tokens);
+        check_free_all();
+      }
+      gdn_ctx_destroy(ctx);
+    }
+}
+
+/* A sequence whose states are stored has the bits of single steps, one of the same batch without is a verify. */
+static void each_sequence_of_a_batch_is_stored_or_verified_by_itself(void **state) {
+  (void)state;
+  for (int i = 0; i < 20; i++) {
+    struct check_rng r = check_case("mixed_%d", i);
+    struct inputs_spec s = inputs_random(&r);
+    int64_t rows[8];
+    s.n_seqs = 3;
+    s.n_tokens = 2 + i % 4;
+    s.layout_in = GDN_LAYOUT_VK;
+    struct inputs *x = inputs_make(&s, &r);
+    for (int k = 0; k < 3; k++) rows[k] = k == 1 ? -1 : k;
+    int64_t row = (int64_t)x->n_heads * s.dim_k * s.dim_v;
+    float *pool = check_alloc((size_t)(3 * row) * 4);
+    for (int t = 0; t < n_tiers; t++) {
+      check_case("mixed_%d/%s", i, tiers[t].name);
+      inputs_reset(x);
+      struct steps steps = run_steps(x, contexts[t]);
+      gdn_decode_args a = verify_args(x);
+      const char *verified = run_out(x, contexts[t], &a);
+      a.final_state = packed(x, pool, 3);
+      a.final_state.rows = rows;
+      a.final_state.rows_dtype = GDN_I64;
+      const char *out = run_out(x, contexts[t], &a);
+      size_t seq = (size_t)(s.n_tokens * x->n_heads * s.dim_v * inputs_bytes(s.out));
+      for (size_t k = 0; k < 3; k++)
+        check_same_bits(k == 1 ? "out of the verified" : "out of the stored", out + k * seq,
+                        (k == 1 ? verified : steps.out) + k * seq, seq, (size_t)inputs_bytes(s.out));
+    }
+    check_free_all();
+  }
+}
+
+/* With a decay of 0 a quotient of decays would be NaN. */
+static void verify_forgets_with_decay_zero(void **state) {
+  (void)state;
+  for (int i = 0; i < 6; i++) {
+    struct check_rng r = check_case("forget_%d", i);
+    struct inputs_spec s = inputs_random(&r);
+    s.gates = GATES_LOG;
+    s.n_tokens = 6;
+    s.strides = STRIDES_DENSE;
+    struct inputs *x = inputs_make(&s, &r);
+    const int64_t n = (int64_t)s.n_seqs * s.n_tokens * x->n_heads;
+    float *g = check_alloc((size_t)n * sizeof *g);
+    for (int64_t k = 0; k < n; k++) g[k] = (k / x->n_heads + i) % 3 == 0 ? -INFINITY : -0.1f;
+    x->decode.g.data = x->prefill.g.data = g;
+    inputs_oracle(x);
+    double *limits = make_limits(x);
+    for (int t = 0; t < n_tiers; t++) {
+      check_case("forget_%d/%s", i, tiers[t].name);
+      gdn_decode_args a = verify_args(x);
+      check_bound(x, run_out(x, contexts[t], &a), limits);
+    }
+    check_free_all();
+  }
+}
+
+/* ---- states ---- */
+
+/* Outputs of sequences of which any state is stored are those of single steps. */
+static void check_stored_outputs(const struct inputs *x, const struct steps *s, const int64_t *rows) {
+  size_t bytes;
+  const char *out = inputs_take_out(x, &bytes);
+  const size_t token = (size_t)(x->n_heads * x->spec.dim_v * inputs_bytes(x->spec.out));
+  for (int seq = 0; seq < s->n_seqs; seq++) {
+    int stored = 0;
+    for (int t = 0; t < s->T; t++) stored |= rows[seq * s->T + t] >= 0;
+    const size_t at = (size_t)(seq * s->T) * token;
+    if (stored) check_same_bits("out", out + at, s->out + at, (size_t)s->T * token, (size_t)inputs_bytes(x->spec.out));
   }
 }
 
@@ -134,6 +352,7 @@ static void states_after_each_token_are_those_of_single_steps(void **state) {
       a.token_states.rows_dtype = GDN_I64;
       if (i % 2 == 0) a.out.data = NULL;
       check_ok("gdn_decode", gdn_decode(contexts[t], &a));
+      if (i % 2) check_stored_outputs(x, &steps, rows);
       for (int k = 0; k < n; k++) {
         const float *got = pool + (n - 1 - k) * row;
         if (rows[k] >= 0)
@@ -176,7 +395,7 @@ static void commit_of_n_tokens_equals_n_steps(void **state) {
   }
 }
 
-/* With counts, the rows of out of the other tokens stay as they are. */
+/* With counts, the rows of out of the other tokens stay as they are, and the others' bits do not depend on counts. */
 static void tokens_beyond_the_count_are_not_written(void **state) {
   (void)state;
   for (int i = 0; i < 20; i++) {
@@ -186,18 +405,16 @@ static void tokens_beyond_the_count_are_not_written(void **state) {
     for (int t = 0; t < n_tiers; t++) {
       size_t bytes;
       check_case("counts_%d/%s", i, tiers[t].name);
-      inputs_reset(x);
-      struct steps steps = run_steps(x, contexts[t]);
-      inputs_reset(x);
-      gdn_decode_args a = x->decode;
+      gdn_decode_args a = verify_args(x);
+      const char *all = run_out(x, contexts[t], &a);
       a.token_counts = counts;
-      a.final_state = (gdn_states){0};
+      inputs_reset(x);
       check_ok("gdn_decode", gdn_decode(contexts[t], &a));
       const char *out = inputs_take_out(x, &bytes);
       size_t token = bytes / (size_t)(x->spec.n_seqs * T);
       for (int k = 0; k < x->spec.n_seqs * T; k++) {
         if (k % T < counts[k / T])
-          check_same_bits("out", out + (size_t)k * token, steps.out + (size_t)k * token, token,
+          check_same_bits("out", out + (size_t)k * token, all + (size_t)k * token, token,
                           (size_t)inputs_bytes(x->spec.out));
         else if (!check_is_poison(out + (size_t)k * token, token))
           check_fail("token %d was written", k);
@@ -372,7 +589,10 @@ int main(void) {
   setvbuf(stdout, NULL, _IOLBF, 0);
 #define TEST(name) cmocka_unit_test_teardown(name, check_teardown)
   const struct CMUnitTest tests[] = {
-      TEST(verify_gives_the_bits_of_single_steps_and_leaves_states),
+      TEST(verify_is_within_its_bound_and_leaves_states),
+      TEST(verify_gives_the_same_bits_in_any_batch_and_on_any_threads),
+      TEST(each_sequence_of_a_batch_is_stored_or_verified_by_itself),
+      TEST(verify_forgets_with_decay_zero),
       TEST(states_after_each_token_are_those_of_single_steps),
       TEST(commit_of_n_tokens_equals_n_steps),
       TEST(tokens_beyond_the_count_are_not_written),

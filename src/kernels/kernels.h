@@ -20,6 +20,7 @@
 #define GDN_BLOCK 16 /* rows of a triangular block; a short chunk is padded up to a multiple of it */
 #define GDN_PANEL 32 /* columns of a panel */
 #define GDN_DIM_MAX 256
+#define GDN_TOKENS_MAX 32 /* of one gdn_decode_tokens */
 #define GDN_HOT_BYTES (32 << 10)
 
 /* Element types of rows that callers own; the values of gdn.h. */
@@ -134,7 +135,8 @@ struct gdn_decode_step {
 };
 typedef void gdn_decode_step_fn(const struct gdn_decode_step *a);
 
-/* n >= 1 tokens on n_cols (multiple of 32) columns of a [V, K] state in caller memory, which is read once. */
+/* 1 .. GDN_TOKENS_MAX tokens on n_cols (multiple of 32) columns of a [V, K] state in caller memory, which is read
+ * once. */
 struct gdn_decode_tokens {
   int n, dim_k, n_cols;
   const float *q, *k;                       /* [n][dim_k] */
@@ -145,7 +147,17 @@ struct gdn_decode_tokens {
   struct gdn_state_ref state_out;           /* data null = not stored; may be state_in; [V, K] of any dtype */
   const struct gdn_state_ref *token_states; /* [n] the same for the state after each token; null = none is stored */
 };
-/* The bits of n gdn_decode_step_fn, but for the rounding of states between them. */
+/* If any state is stored: the bits of n gdn_decode_step_fn, but for the rounding of states between them.
+ * If none is, sums may be taken on the state S before the first token. With c_ts the product of the decays after token
+ * s up to t (c_tt = 1, c_t0 from the first on; products, since a decay may be 0), and d, out summed left to right:
+ *   d_t = beta_t (v_t - c_t0 S k_t - sum over s < t of c_ts (k_s . k_t) d_s)
+ *   out_t = c_t0 S q_t + sum over s < t of c_ts (k_s . q_t) d_s + kq_t d_t
+ * The first token has the bits of gdn_decode_step_fn; the bits of a token depend on no later token and no other column.
+ * No term is rounded more than K + 2 n + 4 times, so with r = (K + 2 n + 4) 2^-24 and |a| . |b| for sums of absolute
+ * values, the errors e of d and f of out are, up to the order r^2 and unless a product of decays, of two rows or of the
+ * state and a row leaves the range of floats,
+ *   e_t <= |beta_t| (r (|v_t| + c_t0 |S| . |k_t| + sum c_ts |k_s| . |k_t| |d_s|) + sum c_ts |k_s . k_t| e_s)
+ *   f_t <= r (c_t0 |S| . |q_t| + sum c_ts |k_s| . |q_t| |d_s|) + sum c_ts |k_s . q_t| e_s, here over s <= t. */
 typedef void gdn_decode_tokens_fn(const struct gdn_decode_tokens *a);
 
 /* ---- chunk form: one chunk of n <= 64 tokens, padded in scratch to n16, the next multiple of 16 ----
