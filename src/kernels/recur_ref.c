@@ -145,9 +145,8 @@ static void store_column(const struct gdn_state_ref *to, int c, int dim_k, const
   for (int j = 0; to->data && j < dim_k; j++) gdn_store_elem(to->data, state_at(to, c, j), to->dtype, s[j]);
 }
 
-static void gdn_decode_tokens_ref(const struct gdn_decode_tokens *a) {
+static void update_tokens(const struct gdn_decode_tokens *a) {
   const struct gdn_state_ref *in = &a->state_in;
-  assert(a->n >= 1 && a->dim_k % GDN_PANEL == 0 && a->dim_k <= GDN_DIM_MAX);
   for (int c = 0; c < a->n_cols; c++) {
     float s[GDN_DIM_MAX] = {0};
     for (int j = 0; in->data && j < a->dim_k; j++) s[j] = gdn_load_elem(in->data, state_at(in, c, j), in->dtype);
@@ -166,6 +165,56 @@ static void gdn_decode_tokens_ref(const struct gdn_decode_tokens *a) {
     }
     store_column(&a->state_out, c, a->dim_k, s);
   }
+}
+
+/* w[t] of the tokens s before t: their k . x[t], times the decays after s up to t. */
+static void weigh_earlier(const struct gdn_decode_tokens *a, const float *x, float w[][GDN_TOKENS_MAX]) {
+  for (int s = 0; s < a->n; s++) {
+    float decay = 1.0f;
+    for (int t = s + 1; t < a->n; t++) {
+      decay *= a->decay[t];
+      gdn_dot_rows_ref(1, a->dim_k, a->k + (ptrdiff_t)s * a->dim_k, x + (ptrdiff_t)t * a->dim_k, &w[t][s]);
+      w[t][s] *= decay;
+    }
+  }
+}
+
+/* No state is stored: all sums on the first one. */
+static void verify_tokens(const struct gdn_decode_tokens *a) {
+  const struct gdn_state_ref *in = &a->state_in;
+  float kk[GDN_TOKENS_MAX][GDN_TOKENS_MAX], kq[GDN_TOKENS_MAX][GDN_TOKENS_MAX];
+  weigh_earlier(a, a->k, kk);
+  weigh_earlier(a, a->q, kq);
+  for (int c = 0; c < a->n_cols; c++) {
+    float d[GDN_TOKENS_MAX], decay = 1.0f;
+    for (int t = 0; t < a->n; t++) {
+      const ptrdiff_t at = (ptrdiff_t)t * a->n_cols + c;
+      float x = 0.0f, y = 0.0f;
+      for (int j = 0; in->data && j < a->dim_k; j++) {
+        const float s = gdn_load_elem(in->data, state_at(in, c, j), in->dtype);
+        x += s * a->k[(ptrdiff_t)t * a->dim_k + j];
+        y += s * a->q[(ptrdiff_t)t * a->dim_k + j];
+      }
+      decay *= a->decay[t];
+      float rest = a->v[at] - decay * x, out = decay * y;
+      for (int s = 0; s < t; s++) {
+        rest -= kk[t][s] * d[s];
+        out += kq[t][s] * d[s];
+      }
+      d[t] = a->beta[t] * rest;
+      a->out[at] = out + a->kq[t] * d[t];
+    }
+  }
+}
+
+static void gdn_decode_tokens_ref(const struct gdn_decode_tokens *a) {
+  assert(a->n >= 1 && a->n <= GDN_TOKENS_MAX && a->dim_k % GDN_PANEL == 0 && a->dim_k <= GDN_DIM_MAX);
+  int stored = a->state_out.data != NULL;
+  for (int t = 0; a->token_states && t < a->n; t++) stored |= a->token_states[t].data != NULL;
+  if (stored)
+    update_tokens(a);
+  else
+    verify_tokens(a);
 }
 
 void gdn_fill_recur_ref(struct gdn_kernels *t) {
