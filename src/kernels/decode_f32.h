@@ -446,8 +446,7 @@ INLINE void verify_sums(const struct gdn_decode_tokens *a, struct decode_rows in
   for (int u = 0; u < n; u++) sum[u] = sums_of_rows(c[u].x, c[u].y);
 }
 
-/* From the sums of 8 rows to the outputs of all tokens, which may be v; the first one's by decode_finish's operations.
- */
+/* From the sums of 8 rows to the outputs of all tokens, which may be v; the first one's as decode_finish makes it. */
 INLINE void verify_finish(const struct gdn_decode_tokens *a, const struct verify *w, int row,
                           const struct row_sums *sum) {
   __m256 d[GDN_TOKENS_MAX];
