@@ -152,19 +152,27 @@ static struct gdn_chunk *bf16_run(struct kcase *c, const struct bf16_inputs *in,
   return x;
 }
 
-/* n rows of dim numbers and what they should be; every row, and all of them. f32: share of a row of middling size. */
+/* The distance of row i of dim numbers. */
+static double row_error(const double *x, const double *want, int i, int dim) {
+  double error[GDN_DIM_MAX];
+  for (int j = 0; j < dim; j++) error[j] = x[i * dim + j] - want[i * dim + j];
+  return norm_of(error, dim);
+}
+
+/* n rows of dim numbers and what they should be; every row, and all of them. f32: share of a row of middling size.
+ * A row's roundings may nearly cancel in the model and, where one falls on the other side of a tie, not in the kernel:
+ * each row is allowed half of what the model's rows are off on average. */
 static void compare_rows(const char *what, const double *got, const double *want, const double *model, int n, int dim,
                          int n_tokens, double f32) {
   const double size = norm_of(want, n * dim) / sqrt(n);
-  double error[GDN_DIM_MAX], sum = 0, model_sum = 0;
+  double sum = 0, model_sum = 0;
   for (int i = 0; i < n; i++) {
-    for (int j = 0; j < dim; j++) error[j] = got[i * dim + j] - want[i * dim + j];
-    double own = norm_of(error, dim);
-    for (int j = 0; j < dim; j++) error[j] = model[i * dim + j] - want[i * dim + j];
-    double allowed = norm_of(error, dim);
-    check_limit(what, own, model_limit(allowed, 1, f32 * size));
-    sum += own * own;
-    model_sum += allowed * allowed;
+    sum += pow(row_error(got, want, i, dim), 2);
+    model_sum += pow(row_error(model, want, i, dim), 2);
+  }
+  for (int i = 0; i < n; i++) {
+    const double allowed = fmax(row_error(model, want, i, dim), sqrt(model_sum / n) / 2);
+    check_limit(what, row_error(got, want, i, dim), model_limit(allowed, 1, f32 * size));
   }
   check_limit(what, sqrt(sum), model_limit(sqrt(model_sum), n_tokens, f32 * size * sqrt(n)));
 }
