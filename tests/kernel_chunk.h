@@ -18,6 +18,8 @@ struct chunk_data {
 #define FIRST_LEN GDN_CHUNK
 
 struct chunk_data random_chunks(struct kcase *c);
+/* Gates of both chunks that a bf16 tier's rows of V' can carry: the second's may else be -inf. */
+void make_gentle(const struct kcase *c, struct chunk_data *d);
 /* Scratch of its own, as poison, and the inputs at the first chunk. */
 struct gdn_chunk *make_chunk(const struct kcase *c, const struct chunk_data *d, int use_jit, int32_t out_dtype);
 /* The chunk of n tokens from start on. */

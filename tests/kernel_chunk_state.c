@@ -150,30 +150,37 @@ static void check_state_at_from_zero(struct kcase *c) {
 }
 
 /* The state inside a chunk is the one that a chunk of those tokens leaves, and asking for it changes nothing else. */
-void check_chunk_state_at(struct kcase *c) {
-  struct chunk_data d = random_chunks(c);
-  struct gdn_chunk *undisturbed = run_chunks(c, c->tier, &d, c->V, END, GDN_ROWS_F32);
+static void check_state_at(struct kcase *c, const struct chunk_data *d) {
+  struct gdn_chunk *undisturbed = run_chunks(c, c->tier, d, c->V, END, GDN_ROWS_F32);
   int64_t n_state = (int64_t)c->K * c->V;
   float *whole = alloc_f32(n_state), *panels = alloc_f32(n_state);
   for (int n_at = 1; n_at < c->n; n_at = n_at * 3 + 2) {
-    struct gdn_chunk *x = run_chunks(c, c->tier, &d, c->V, OUT, GDN_ROWS_F32);
+    struct gdn_chunk *x = run_chunks(c, c->tier, d, c->V, OUT, GDN_ROWS_F32);
     c->tier->chunk_state_at(x, n_at, 0, c->V, whole);
     for (int col = 0; col < c->V; col += 32) {
       /* A bf16 tier's V' holds the columns of the last calls only. */
-      struct gdn_chunk *part = bf16_chunks(c->tier) ? run_chunks(c, c->tier, &d, 32, OUT, GDN_ROWS_F32) : x;
+      struct gdn_chunk *part = bf16_chunks(c->tier) ? run_chunks(c, c->tier, d, 32, OUT, GDN_ROWS_F32) : x;
       if (bf16_chunks(c->tier)) run_columns(c->tier, part, col, 32, OUT);
       c->tier->chunk_state_at(part, n_at, col, 32, panels + (int64_t)col * c->K);
     }
     check_same_bits("state inside the chunk in slices", whole, panels, (size_t)n_state * 4, 4);
     struct kcase part = *c;
     part.n = n_at;
-    struct gdn_chunk *want = run_chunks(&part, c->ref, &d, c->V, END, GDN_ROWS_F32);
-    double limit = bf16_chunks(c->tier) ? bf16_state_at_limit(c, &d, n_at, want->state) : chunk_limit(c);
+    struct gdn_chunk *want = run_chunks(&part, c->ref, d, c->V, END, GDN_ROWS_F32);
+    double limit = bf16_chunks(c->tier) ? bf16_state_at_limit(c, d, n_at, want->state) : chunk_limit(c);
     check_close_f32("state inside the chunk", whole, want->state, n_state, limit);
     c->tier->chunk_state(x, 0, c->V);
     c->tier->chunk_end(x, 0, c->V);
     check_same_bits("state after it", x->state, undisturbed->state, (size_t)n_state * 4, 4);
   }
+}
+
+void check_chunk_state_at(struct kcase *c) {
+  struct chunk_data d = random_chunks(c), gentle = random_chunks(c);
+  float *whole = alloc_f32((int64_t)c->K * c->V);
+  make_gentle(c, &gentle);
+  check_state_at(c, &d);
+  check_state_at(c, &gentle);
   check_state_at_from_zero(c);
   if (c->n > 1) {
     struct gdn_chunk *ref = run_chunks(c, c->ref, &d, c->V, OUT, GDN_ROWS_F32);
