@@ -163,8 +163,9 @@ typedef void gdn_decode_tokens_fn(const struct gdn_decode_tokens *a);
 /* ---- chunk form: one chunk of n <= 64 tokens, padded in scratch to n16, the next multiple of 16 ----
  * Per q/k head: chunk_qk. Per value head: chunk_gates, chunk_mask, chunk_solve. Per value head and columns
  * [col, col + n_cols) of V (multiples of 32): chunk_begin once, then per chunk chunk_delta, chunk_out, chunk_state, and
- * chunk_end where the state is wanted. What the operands (void pointers) hold is the tier's own affair; the sizes below
- * are upper bounds. G_i = g_0 + .. + g_i inside the chunk. All f32 unless said otherwise. */
+ * chunk_end where the state is wanted. What the operands (void pointers) and l hold is the tier's own affair: below is
+ * what they are in f32, chunk_bf16.h says where bf16 tiers keep decays and norms instead; the sizes are upper bounds.
+ * G_i = g_0 + .. + g_i inside the chunk. All f32 unless said otherwise. */
 struct gdn_gemms; /* gemm.h: product handles for one dim_k and dim_v */
 
 struct gdn_chunk {
@@ -208,23 +209,26 @@ struct gdn_chunk {
   void *delta_out;  /* operand exp(G_(n-1) - G) V' */
 };
 
-/* Reads q_rows and k_rows; makes q (with scale), k, kt, kk, qk. Rows n .. n16 - 1 become zero. */
+/* Reads q_rows and k_rows; makes q (with scale), k, kt, kk, qk, and in bf16 tiers qk_op, q_mult and k_mult. Rows
+ * n .. n16 - 1 become zero. */
 typedef void gdn_chunk_qk_fn(const struct gdn_chunk *c);
-/* Makes gate_hi .. decay_all from g_rows and beta_rows. -inf is a valid g; NaN stays NaN. */
+/* Makes gate_hi .. decay_all, or decay .. steep, from g_rows and beta_rows. -inf is a valid g; NaN stays NaN. */
 typedef void gdn_chunk_gates_fn(const struct gdn_chunk *c);
-/* Makes l and a from kk, qk and gates; always the exponential of a difference that is summed from gates between. */
+/* Makes l and a from kk, qk and gates, bf16 tiers in steep chunks only; always the exponential of a difference that is
+ * summed from the gates between, or the product of theirs. */
 typedef void gdn_chunk_mask_fn(const struct gdn_chunk *c);
-/* Makes t from l, in f32. */
+/* Makes t from l, or where that was not made from kk, in f32. */
 typedef void gdn_chunk_solve_fn(const struct gdn_chunk *c);
 /* Makes state_op from state, which may go stale from here on. */
 typedef void gdn_chunk_begin_fn(const struct gdn_chunk *c, int col, int n_cols);
 /* Brings state up to date from state_op, which stays. */
 typedef void gdn_chunk_end_fn(const struct gdn_chunk *c, int col, int n_cols);
-/* Makes the residual from k, state_op, v_rows and gates, and of it with t delta (and delta_f32) and delta_out. */
+/* Makes the residual from k, state_op, v_rows and gates, and of it with t delta (and delta_f32; and delta_out, where
+ * the state takes V' in another form than the output). */
 typedef void gdn_chunk_delta_fn(const struct gdn_chunk *c, int col, int n_cols);
 /* Writes out_rows = exp(G) q S + a V'. */
 typedef void gdn_chunk_out_fn(const struct gdn_chunk *c, int col, int n_cols);
-/* state_op of decay_all state + delta_out^T k. */
+/* state_op of the decayed state and V'^T k. */
 typedef void gdn_chunk_state_fn(const struct gdn_chunk *c, int col, int n_cols);
 
 /* panels [n_cols / 32][K][32] = the state after the chunk's first n_at tokens, from the one before and the rows of V'

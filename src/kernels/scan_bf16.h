@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Columns of V in the bf16 chunk form: W, output, state; see chunk_bf16.h. What a product leaves for vectors, and they
  * for the next, stays in c->hot: a line written outside the first-level cache costs four cycles, inside it one. Vector
- * work runs under a later product, and every loop takes one round more, without products, for the last of it. */
+ * work runs under a later product; what the last product leaves is done alone. */
 #ifndef GDN_SCAN_BF16_H
 #define GDN_SCAN_BF16_H
 
@@ -15,6 +15,7 @@ struct delta_hot {
   char ops[2][OP_BYTES];        /* R, the second without what is due to it from the first 32 tokens' W */
   float v_weights[GDN_CHUNK], s_weights[GDN_CHUNK];
 };
+_Static_assert(sizeof(struct delta_hot) <= GDN_HOT_BYTES, "what passes between V' and its operands");
 
 /* Tokens r and r + 16 of the block from token row on: R, of v and k S, in place of k S; op null = nobody needs it
  * packed. */
@@ -126,8 +127,8 @@ static ALWAYS_INLINE void delta_panel(const struct gdn_chunk *c, int p, int at, 
                   .sums = old,
                   .op = (char *)c->delta + 2 * at * OP_BYTES,
                   .row_bytes = 2 * c->v_rows.stride_elems,
-                  .rows = (const char *)c->v_rows.data + 2 * BLOCK * (p - 1),
-                  .col = BLOCK * (p - 1),
+                  .rows = (const char *)c->v_rows.data + 2 * BLOCK * (p - behind),
+                  .col = BLOCK * (p - behind),
                   .behind = behind};
   const struct block t00 = {.a = c->t, .row_bytes = 2 * GDN_CHUNK, .b = hot->ops[0], .steps = 1};
   const struct block t10 = {.a = t00.a + BLOCK * 2 * GDN_CHUNK, .row_bytes = 2 * GDN_CHUNK, .b = j.op, .steps = 1};
@@ -140,8 +141,8 @@ static ALWAYS_INLINE void delta_panel(const struct gdn_chunk *c, int p, int at, 
     drain(under_k0, &j, 16);
   if (behind && two) multiply(&t10, NULL, tiles[1], old, old, fill_none, &j, 0, 0);
   if (here) {
-    j.col += BLOCK;
-    j.rows += 2 * BLOCK;
+    j.col = BLOCK * p;
+    j.rows = (const char *)c->v_rows.data + 2 * BLOCK * p;
     if (live && two)
       multiply(&k1, NULL, tiles[1], NULL, own, under_k1, &j, 16, 0);
     else
@@ -255,6 +256,7 @@ struct out_hot {
   float sums[2][BLOCK_ELEMS]; /* of each block of tokens */
   float weights[GDN_CHUNK];
 };
+_Static_assert(sizeof(struct out_hot) <= GDN_HOT_BYTES, "what passes between products and output");
 
 /* Tokens 2 r and 2 r + 1 of a block. */
 static ALWAYS_INLINE void out_rows(const struct job *j, int r, const int full) {
