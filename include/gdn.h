@@ -309,7 +309,9 @@ typedef struct gdn_prefill_args {
  *  Shapes, types and defaults stand at the fields above.
  *  q, k, v, out and each pool may have a type of their own.
  *  g is at most 0 for a decaying state; -inf forgets everything before the token. Positive g is computed as
- *  written (the state grows). NaN in a sequence's inputs reaches that sequence's outputs only.
+ *  written (the state grows). NaN in a sequence's inputs reaches that sequence's outputs only. In tiers avx512bf16 and
+ *  amx the chunk form is finite where v, states and their products with k stay below 2^66 (7e19); numbers below 2^-100
+ *  may count as zero there.
  *  Length 0: the sequence writes nothing, also no final state.
  *  prefix_lens place a sequence's chunks, which end at absolute multiples of 64, and its checkpoints. Asking for
  *  checkpoints changes no other bit.
