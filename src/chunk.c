@@ -258,7 +258,7 @@ static void run_lane_chunk(const struct gdn_prefill_job *job, struct worker_scra
   make_qk(job, k, l->task.head, token, end);
   struct gdn_columns c;
   GDN_EACH_COLUMNS(b, &l->task, b->dim_v, u, c) {
-    /* The first value head fetches the next k, the second the next q; a single one fetches both. */
+    /* The first columns of the task fetch the next k, the last ones the next q; single ones fetch both. */
     const int first = u == l->task.unit, last = u + c.n_cols / GDN_PANEL == l->task.unit + l->task.n_units;
     k->next_k = first ? gdn_array_rows(&b->k, end, l->task.head) : (struct gdn_rows){NULL, 0, 0};
     k->next_q = last ? gdn_array_rows(&b->q, end, l->task.head) : (struct gdn_rows){NULL, 0, 0};

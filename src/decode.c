@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Decode. One token per sequence runs straight on state rows in caller memory: each row is read once and written once.
  * So do several tokens on [V, K] states, and one where the states differ in type: read once, written where asked for; a
- * sequence with nothing to write is the kernel's affair, task by task.
+ * task with nothing to write takes all sums on the first state (gdn_decode_tokens_fn).
  * On [K, V] states they run on panels of 32 columns, read and written as often. */
 #include "prefill.h"
 

@@ -7,8 +7,8 @@
 #include "model.h"
 
 /* Of the second chunk: steep from 6 tokens on; or step by step down to 2^-110, with v so large that v over that is not
- * finite. */
-enum gates_kind { NO_GATES, GENTLE, STEEP, SINKING };
+ * finite; or up to 2^55, and up to 2^83, which is steep. */
+enum gates_kind { NO_GATES, GENTLE, STEEP, SINKING, GROWING, CROSSING };
 
 /* Their operands and what passes between their primitives are their own affair, so every primitive is checked through
  * out and state of a chunk, by float64 from the state before it, with inputs that bring it out. */
@@ -22,16 +22,19 @@ struct bf16_inputs {
 };
 
 static const struct bf16_inputs bf16_inputs[] = {
-    {"chunk_qk", 0, STEEP, 1, 0, 1, 0, GDN_ROWS_F32},       {"chunk_qk", 0, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
-    {"chunk_gates", 1, NO_GATES, 1, 0, 1, 0, GDN_ROWS_F32}, {"chunk_gates", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
-    {"chunk_gates", 1, SINKING, 1, 0, 1, 0, GDN_ROWS_F32},  {"chunk_mask", 1, STEEP, 0, 1, 1, 0, GDN_ROWS_F32},
-    {"chunk_mask", 1, GENTLE, 0, 1, 1, 0, GDN_ROWS_F32},    {"chunk_solve", 1, NO_GATES, 0, 1, 1, 0, GDN_ROWS_F32},
-    {"chunk_solve", 1, STEEP, 0, 1, 1, 0, GDN_ROWS_F32},    {"chunk_begin", 1, STEEP, 1, 0, 0, 0, GDN_ROWS_F32},
-    {"chunk_begin", 1, GENTLE, 1, 0, 0, 0, GDN_ROWS_F32},   {"chunk_delta", 1, STEEP, 1, 0, 1, 0, GDN_ROWS_F32},
-    {"chunk_delta", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},   {"chunk_delta", 1, NO_GATES, 1, 0, 1, 0, GDN_ROWS_F32},
-    {"chunk_out", 1, STEEP, 1, 0, 1, 0, GDN_ROWS_BF16},     {"chunk_out", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_BF16},
-    {"chunk_state", 1, STEEP, 1, 0, 1, 1, GDN_ROWS_BF16},   {"chunk_state", 1, GENTLE, 1, 0, 1, 1, GDN_ROWS_BF16},
-    {"chunk_state", 1, STEEP, 0, 0, 1, 1, GDN_ROWS_BF16},   {"chunk_state", 1, GENTLE, 0, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_qk", 0, STEEP, 1, 0, 1, 0, GDN_ROWS_F32},        {"chunk_qk", 0, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_gates", 1, NO_GATES, 1, 0, 1, 0, GDN_ROWS_F32},  {"chunk_gates", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_gates", 1, SINKING, 1, 0, 1, 0, GDN_ROWS_F32},   {"chunk_gates", 1, GROWING, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_gates", 1, CROSSING, 1, 0, 1, 0, GDN_ROWS_F32},  {"chunk_delta", 1, GENTLE, 1, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_delta", 1, NO_GATES, 1, 0, 1, 1, GDN_ROWS_BF16}, {"chunk_out", 1, GENTLE, 1, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_out", 1, STEEP, 1, 0, 1, 1, GDN_ROWS_BF16},      {"chunk_mask", 1, STEEP, 0, 1, 1, 0, GDN_ROWS_F32},
+    {"chunk_mask", 1, GENTLE, 0, 1, 1, 0, GDN_ROWS_F32},     {"chunk_solve", 1, NO_GATES, 0, 1, 1, 0, GDN_ROWS_F32},
+    {"chunk_solve", 1, STEEP, 0, 1, 1, 0, GDN_ROWS_F32},     {"chunk_begin", 1, STEEP, 1, 0, 0, 0, GDN_ROWS_F32},
+    {"chunk_begin", 1, GENTLE, 1, 0, 0, 0, GDN_ROWS_F32},    {"chunk_delta", 1, STEEP, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_delta", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_F32},    {"chunk_delta", 1, NO_GATES, 1, 0, 1, 0, GDN_ROWS_F32},
+    {"chunk_out", 1, STEEP, 1, 0, 1, 0, GDN_ROWS_BF16},      {"chunk_out", 1, GENTLE, 1, 0, 1, 0, GDN_ROWS_BF16},
+    {"chunk_state", 1, STEEP, 1, 0, 1, 1, GDN_ROWS_BF16},    {"chunk_state", 1, GENTLE, 1, 0, 1, 1, GDN_ROWS_BF16},
+    {"chunk_state", 1, STEEP, 0, 0, 1, 1, GDN_ROWS_BF16},    {"chunk_state", 1, GENTLE, 0, 0, 1, 1, GDN_ROWS_BF16},
 };
 
 /* ---- float64: the rule token by token, and the chunk form with rounded operands ---- */
@@ -122,6 +125,7 @@ static struct chunk_data bf16_data(struct kcase *c, const struct bf16_inputs *in
     row_put(&d.g, i, 0, -1.2f);
     for (int j = 0; j < c->V; j++) row_put(&d.v, i, j, row_get(&d.v, i, j) * 0x1p20f);
   }
+  for (int i = FIRST_LEN; i < n && in->gates >= GROWING; i++) row_put(&d.g, i, 0, in->gates == GROWING ? 0.6f : 0.9f);
   if (in->gates == NO_GATES) d.g.data = d.beta.data = NULL;
   return d;
 }

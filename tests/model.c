@@ -73,14 +73,13 @@ static double dot(const double *x, const double *y, int n) {
 }
 
 static void choose_rows(const struct model_chunk *c, struct scratch *s) {
-  double decay_in = 1;
-  s->steep = 0;
+  double decay_in[CHUNK], last = 1;
+  s->steep = 0; /* in double: a chunk at the very border may be steep here and not in a tier */
   for (int i = 0; i < c->n; i++) {
-    decay_in *= c->decay[i];
-    s->steep |= !(decay_in > 0x1p-60 && decay_in < 0x1p60);
-    s->kept[i] = 1 / decay_in;
+    decay_in[i] = last *= c->decay[i];
+    s->steep |= !(last > 0x1p-60 && last < 0x1p60);
   }
-  for (int i = 0; i < c->n; i++) s->kept[i] = s->k_owed[i] * (s->steep ? 1 : s->kept[i]);
+  for (int i = 0; i < c->n; i++) s->kept[i] = s->k_owed[i] / (s->steep ? 1 : decay_in[i]);
 }
 
 /* A as a product of rows, and of decays in a steep chunk, over what is owed. */

@@ -23,9 +23,9 @@ struct job {
   const float *src;
   float *sums;
   void *dst, *op;
-  const float *weights; /* of rows */
-  const char *rows;     /* v in the caller's memory, row_bytes apart */
-  int64_t row_bytes;
+  const float *weights;      /* of rows */
+  const char *rows;          /* v in the caller's memory */
+  int64_t row_bytes;         /* from one of rows to the next, or of dst where that is out */
   float factor, sums_factor; /* of the state, of sums */
   int row, col;
   int fresh;  /* the state was zero */

@@ -19,14 +19,14 @@ static inline __attribute__((always_inline)) void add_products(const struct bloc
     }
 }
 
-/* c [16 tiles][32] = init (null = 0) + A B of p, + A B of more (null = none), 8 rows at a time; before that, fill for
- * every unit. */
+/* c [16 tiles][32] = init (null = 0) + A B of p, + A B of more (null = none), 8 rows at a time; before that, lines are
+ * fetched, and fill for every unit. */
 static inline __attribute__((always_inline)) void block_product(const struct block *p, const struct block *more,
                                                                 const int tiles, const int upper, const float *init,
                                                                 float *c, fill_fn *fill, const struct job *job,
                                                                 const int units, const int n_ahead) {
-  (void)n_ahead;
   (void)upper;
+  for (int e = 0; e < n_ahead; e++) __builtin_prefetch(p->ahead + e * p->ahead_bytes, 0, 2);
 #pragma GCC unroll 1
   for (int u = 0; u < units; u++) fill(job, u);
   for (int i = 0; i < 16 * tiles; i += 8) {

@@ -8,8 +8,9 @@
  *   W_i = beta_i v_i / (norm_i exp(G_i)) - lambda_i (k_i S) - sum over j < i of lambda_i (k_i . k_j) W_j
  *   out_i = scale / norm of q_i exp(G_i) (q_i S + sum over j <= i of (q_i . k_j) W_j),  S <- exp(G_C) (S + K^T W):
  * no decay inside a triangle, one q K^T for all value heads of a q/k head, one W for output and state, and every row of
- * output is one sum. As rows are scaled as a whole, this costs nothing but range. Where some exp(G_i) is not within
- * 2^-60 .. 2^60 the chunk is steep and decays stand inside: W_i = V'_i / norm_i, and
+ * output is one sum. As rows are scaled as a whole, this costs nothing but range: V'_i / norm_i has to stay 2^60 away
+ * from the ends of float's, and a larger share would leave less of it, a smaller one make more chunks steep. Where some
+ * exp(G_i) is not within 2^-60 .. 2^60 the chunk is steep and decays stand inside: W_i = V'_i / norm_i, and
  *   L_ij = lambda_i exp(G_i - G_j) (k_i . k_j),  A_ij = exp(G_i - G_j) (q_i . k_j),
  *   out_i = scale / norm of q_i (exp(G_i) q_i S + A W),  S <- exp(G_C) S + K^T (exp(G_C - G) W).
  *
@@ -58,7 +59,7 @@ static inline uint32_t flush_denormals(void) {
   return csr;
 }
 
-static inline void keep_denormals(uint32_t csr) {
+static inline void restore_csr(uint32_t csr) {
   __asm__ volatile("" ::: "memory");
   __builtin_ia32_ldmxcsr(csr);
 }
@@ -68,7 +69,7 @@ static inline void keep_denormals(uint32_t csr) {
   do {                                                                                                                 \
     const uint32_t csr = *(c)->steep ? flush_denormals() : 0;                                                          \
     call;                                                                                                              \
-    if (*(c)->steep) keep_denormals(csr);                                                                              \
+    if (*(c)->steep) restore_csr(csr);                                                                                 \
   } while (0)
 
 /* Calls body with head size and fullness as constants where they are the tuned ones. */
@@ -325,7 +326,7 @@ static inline void chunk_gates_bf16(const struct gdn_chunk *c) {
     _mm512_store_ps(c->decay_out + 16 * v, _mm512_maskz_mov_ps(live, x));
     carry = _mm512_permutexvar_ps(_mm512_setzero_si512(), x);
   }
-  keep_denormals(csr);
+  restore_csr(csr);
 }
 
 /* Rows 16 g .. 16 g + 15. decays[b] lane j holds exp(G_i - G_j) of block b of 16 tokens and is carried from row to row:
@@ -426,7 +427,7 @@ static __attribute__((noinline)) void solve_block(const float *l, const float *l
   }
 }
 
-/* beta / norm^2 of 16 tokens, finite where norms are not 0. */
+/* beta / norm^2 of 16 tokens; norms below 5e-20, whose squares' inverses overflow, count as that. */
 static ALWAYS_INLINE __m512 lambdas(const struct gdn_chunk *c, int i) {
   const __m512 k_mult = _mm512_load_ps(c->k_mult + i);
   return _mm512_mul_ps(_mm512_load_ps(c->beta + i),

@@ -59,7 +59,7 @@ static ALWAYS_INLINE void pack_rows(const float *sums, int r, char *op) {
                        v16_pack_pair(_mm512_load_ps(sums + 16 * h), _mm512_load_ps(sums + 16 * BLOCK + 16 * h)));
 }
 
-/* Under the first block's k S: its W of the panel before, and the second's R. */
+/* Under the first block's k S, of the panel before: W of the first block, R of the second. */
 static ALWAYS_INLINE void under_first(const struct job *j, int r, const int full) {
   pack_rows(((struct delta_hot *)j->hot)->sums, r, j->op);
   if (full || j->c->n > BLOCK) residual_rows(j, j->sums, BLOCK, r, NULL, full);
@@ -106,17 +106,23 @@ static ALWAYS_INLINE void weigh_residual(const struct gdn_chunk *c, struct delta
     const __mmask16 live = v16_mask(c->n > i ? c->n - i : 0);
     const __m512 decay = _mm512_load_ps(c->decay_in + i);
     const __m512 v = _mm512_mul_ps(_mm512_load_ps(c->beta + i), _mm512_load_ps(c->k_mult + i)), s = lambdas(c, i);
-    _mm512_store_ps(hot->v_weights + i, *c->steep ? v : _mm512_maskz_mov_ps(live, _mm512_div_ps(v, decay)));
+    _mm512_store_ps(hot->v_weights + i,
+                    *c->steep ? v : _mm512_div_ps(v, _mm512_mask_mov_ps(_mm512_set1_ps(1), live, decay)));
     _mm512_store_ps(hot->s_weights + i, *c->steep ? _mm512_mul_ps(s, decay) : s);
   }
 }
 
-/* Five products a panel: k S of both blocks of tokens, and between them, for the panel before, what T adds. behind:
- * there is a panel before, the at-th of the call's; here: there is panel p, the next. */
+/* Five products a panel, of both blocks of tokens, and the vector work under each:
+ *   k0 S of p        W of the first block of p - 1, R of its second
+ *   T10 of p - 1
+ *   k1 S of p        operand R of the second block of p - 1, R of the first of p
+ *   T11 of p - 1
+ *   T00 of p         W of the second block of p - 1
+ * behind: there is a panel before, the at-th of the call's; here: there is panel p, the next. */
 static ALWAYS_INLINE void delta_panel(const struct gdn_chunk *c, int p, int at, const int dim_k, const int full,
                                       const int behind, const int here) {
   struct delta_hot *hot = c->hot;
-  const int two = full || c->n > BLOCK, live = !c->zero_state;
+  const int two = full || c->n > BLOCK, has_state = !c->zero_state;
   const int tiles[2] = {block_tiles(c, 0, full), block_tiles(c, 1, full)};
   float *const own = hot->second[p % 2], *const old = hot->second[(p + 1) % 2];
   const struct block k0 = {
@@ -135,7 +141,7 @@ static ALWAYS_INLINE void delta_panel(const struct gdn_chunk *c, int p, int at, 
   const struct block t11 = {.a = t10.a + 64, .row_bytes = 2 * GDN_CHUNK, .b = hot->ops[1], .steps = 1};
   fill_fn *const under_k0 = full ? first_unit_full : first_unit;
   fill_fn *const under_k1 = !full ? second_unit : behind ? second_unit_full : second_unit_of_first_panel;
-  if (here && live)
+  if (here && has_state)
     multiply(&k0, NULL, tiles[0], NULL, hot->sums, under_k0, &j, behind ? 16 : 0, 0);
   else if (behind)
     drain(under_k0, &j, 16);
@@ -143,7 +149,7 @@ static ALWAYS_INLINE void delta_panel(const struct gdn_chunk *c, int p, int at, 
   if (here) {
     j.col = BLOCK * p;
     j.rows = (const char *)c->v_rows.data + 2 * BLOCK * p;
-    if (live && two)
+    if (has_state && two)
       multiply(&k1, NULL, tiles[1], NULL, own, under_k1, &j, 16, 0);
     else
       drain(under_k1, &j, 16);
@@ -311,14 +317,16 @@ static ALWAYS_INLINE void out_block(const struct gdn_chunk *c, int p, int at, co
                     .row_bytes = 2 * dim_k,
                     .b = (const char *)c->state_op + (int64_t)p * dim_k * 64,
                     .steps = dim_k / 32};
-  const struct block a = {.a = (const char *)(*c->steep ? c->a : c->qk_op) + b * BLOCK * 2 * GDN_CHUNK,
-                          .row_bytes = 2 * GDN_CHUNK,
-                          .b = (const char *)c->delta + 2 * at * OP_BYTES,
-                          .steps = b + 1};
+  struct block a = {.a = (const char *)(*c->steep ? c->a : c->qk_op) + b * BLOCK * 2 * GDN_CHUNK,
+                    .row_bytes = 2 * GDN_CHUNK,
+                    .b = (const char *)c->delta + 2 * at * OP_BYTES,
+                    .steps = b + 1};
   plan_lines(c, p, b, full, &q);
   if (c->zero_state) {
+    a.ahead = q.ahead;
+    a.ahead_bytes = q.ahead_bytes;
     drain(fill, j, units);
-    multiply(&a, NULL, tiles, NULL, sums, fill_none, j, 0, 0);
+    multiply(&a, NULL, tiles, NULL, sums, fill_none, j, 0, n_ahead);
   } else if (*c->steep) {
     const struct job decay = {.c = c, .sums = sums, .row = BLOCK * b};
     drain(fill, j, units);
@@ -374,29 +382,31 @@ static ALWAYS_INLINE void reweigh_panel(const char *w, const float *weights, int
   }
 }
 
-/* Lines of the next chunk's q and k, of each row the b-th, that are fetched under block b of panel p: half of q's rows
- * in each of the first panels, then k's; all of them where there are only two panels. */
-static ALWAYS_INLINE void plan_rows(const struct gdn_chunk *c, int p, int b, struct block *in) {
-  const int few = c->dim_v < 4 * BLOCK, half = few ? 0 : p % 2;
-  const struct gdn_rows *next = (few ? p : p / 2) ? &c->next_k : &c->next_q;
-  in->ahead = in->a; /* nothing: the same line again */
-  if (c->next_n < GDN_CHUNK || !next->data || next->dtype != GDN_ROWS_BF16 || p > 3) return;
+/* The b-th line of rows of the next chunk's q and k, to be fetched under block b of the call's at-th panel: what is
+ * given of them is spread over the panels, q before k. One panel alone fetches k. Returns how many rows. */
+static ALWAYS_INLINE int plan_rows(const struct gdn_chunk *c, int at, int panels, int b, struct block *in) {
+  const int both = c->next_q.data && c->next_k.data, of_q = both ? panels / 2 : c->next_q.data ? panels : 0;
+  const struct gdn_rows *next = at < of_q ? &c->next_q : &c->next_k;
+  const int first = at < of_q ? 0 : of_q, share = at < of_q ? of_q : panels - of_q;
+  const int rows = (GDN_CHUNK + share - 1) / share;
+  if (c->next_n < GDN_CHUNK || !next->data || next->dtype != GDN_ROWS_BF16) return 0;
   in->ahead_bytes = 2 * next->stride_elems;
-  in->ahead = (const char *)next->data + half * BLOCK * in->ahead_bytes + 2 * BLOCK * b;
+  in->ahead = (const char *)next->data + (at - first) * rows * in->ahead_bytes + 2 * BLOCK * b;
+  return rows;
 }
 
-/* Round i: block i of the state, counted from first on, over what j says of the block before; then j is of this one. */
-static ALWAYS_INLINE void state_round(const struct gdn_chunk *c, int i, int first, const int dim_k, const int full,
-                                      int units, struct job *j) {
+/* Round i: block i of the state, from col on, over what j says of the block before; then j is of this one. */
+static ALWAYS_INLINE void state_round(const struct gdn_chunk *c, int i, int col, int n_cols, const int dim_k,
+                                      const int full, int units, struct job *j) {
   const int blocks = dim_k / BLOCK, b = i % blocks, p = i / blocks;
   float *const sums = (float *)c->hot + i % 2 * BLOCK_ELEMS;
   struct block in = {.a = (const char *)c->kt + b * BLOCK * 2 * GDN_CHUNK,
                      .row_bytes = 2 * GDN_CHUNK,
                      .b = (const char *)(*c->steep ? c->delta_out : c->delta) + 2 * p * OP_BYTES,
                      .steps = full || c->n > BLOCK ? 2 : 1};
-  plan_rows(c, first + p, b, &in);
-  block_product(&in, NULL, 2, 1, NULL, sums, state_unit, j, units, c->dim_v < 4 * BLOCK ? GDN_CHUNK : BLOCK);
-  *j = state_block(c, ((first + p) * blocks + b) * BLOCK_ELEMS);
+  const int n_ahead = plan_rows(c, p, n_cols / BLOCK, b, &in);
+  block_product(&in, NULL, 2, 1, NULL, sums, state_unit, j, units, n_ahead);
+  *j = state_block(c, (col / BLOCK + p) * dim_k * BLOCK + b * BLOCK_ELEMS);
   j->src = sums;
   j->factor = *c->decay_all;
   j->sums_factor = *c->steep ? 1 : *c->decay_all;
@@ -410,9 +420,9 @@ static ALWAYS_INLINE void chunk_state_body(const struct gdn_chunk *c, int col, i
   for (int p = 0; p < panels && *c->steep; p++)
     reweigh_panel((const char *)c->delta + 2 * p * OP_BYTES, c->decay_out, c->n > BLOCK ? 2 : 1,
                   (char *)c->delta_out + 2 * p * OP_BYTES);
-  state_round(c, 0, col / BLOCK, dim_k, full, 0, &j);
+  state_round(c, 0, col, n_cols, dim_k, full, 0, &j);
 #pragma GCC unroll 1
-  for (int i = 1; i < rounds; i++) state_round(c, i, col / BLOCK, dim_k, full, 16, &j);
+  for (int i = 1; i < rounds; i++) state_round(c, i, col, n_cols, dim_k, full, 16, &j);
   drain(state_unit, &j, 16);
 }
 

@@ -76,11 +76,12 @@ static inline __attribute__((always_inline)) void block_product(const struct blo
                                                                 const int tiles, const int upper, const float *init,
                                                                 float *c, fill_fn *fill, const struct job *job,
                                                                 const int units, const int n_ahead) {
-  const int slots = 2 * tiles * p->steps, per_slot = (units + slots - 1) / slots, per_ahead = n_ahead / slots;
+  const int slots = 2 * tiles * p->steps, per_slot = (units + slots - 1) / slots,
+            per_ahead = (n_ahead + slots - 1) / slots;
   const int64_t ahead_bytes = p->ahead_bytes;
   int64_t row_bytes = p->row_bytes;
   const char *a = p->a, *b = p->b, *ahead = p->ahead;
-  const struct job j = *job;
+  const struct job j = *job; /* a copy, which stores of fill cannot alias: its fields stay in registers */
   int unit = 0;
   if (init) {
     TILE_LOAD(0, init, 128);
