@@ -369,10 +369,11 @@ typedef struct gdn_decode_args {
 /** T tokens, mostly one, for each of n_seqs sequences: reads every state row once and writes it once.
  *  Everything else as for gdn_prefill, whose recurrent form gives the same bits, with one exception: where a sequence
  *  of several tokens stores no state, neither final_state nor any of token_states, outputs of its later tokens may be
- *  summed in another order. They are then within (K + 2 T + 4) 2^-24 of the sum of absolute values of the terms that
- *  make them (initial state times q, and v and earlier corrections by products of keys), plus what the same share of
- *  earlier corrections contributes; its first token, and all that commit stores, have the bits of single steps, and no
- *  bit depends on threads, batch or later tokens.
+ *  summed in another order. They then differ from the rule, applied to rows as normalised and gates as float32, by at
+ *  most (K + 2 T + 4) 2^-24 of the sum of absolute values of the terms that make them (initial state times q, and v and
+ *  earlier corrections by products of keys), plus what the same share of earlier corrections contributes, while no
+ *  product leaves the range of floats; its first token, and all that commit stores, have the bits of single steps, and
+ *  no bit depends on threads, batch or later tokens.
  *  Speculative decoding: verify T drafted tokens without final_state, which leaves the states as they are; then commit
  *  the n accepted ones by the same call with token_counts n, final_state, and no out (the same arrays otherwise). Or
  *  let verify store the state after each token in rows of token_states, and take the accepted one's row from then on.
