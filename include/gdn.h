@@ -309,9 +309,11 @@ typedef struct gdn_prefill_args {
  *  Shapes, types and defaults stand at the fields above.
  *  q, k, v, out and each pool may have a type of their own.
  *  g is at most 0 for a decaying state; -inf forgets everything before the token. Positive g is computed as
- *  written (the state grows). NaN in a sequence's inputs reaches that sequence's outputs only. In tiers avx512bf16 and
- *  amx the chunk form is finite where v, states and their products with k stay below 2^66 (7e19); numbers below 2^-100
- *  may count as zero there.
+ *  written (the state grows). NaN in a sequence's inputs reaches that sequence's outputs only.
+ *  The chunk form of tiers avx512bf16 and amx has less range than float32, for which take the recurrent form: it wants
+ *  v and states, also over the norm of k where GDN_L2NORM_QK divides by it (with eps), of a size between 2^-60 and 2^60
+ *  or zero, norms of q and k between 2^-20 and 2^20 or zero, and no stretch of a chunk over which g sums to more than
+ *  40. Beyond that, numbers may count as zero or results become inf or NaN.
  *  Length 0: the sequence writes nothing, also no final state.
  *  prefix_lens place a sequence's chunks, which end at absolute multiples of 64, and its checkpoints. Asking for
  *  checkpoints changes no other bit.
