@@ -45,6 +45,7 @@ int bench_decode(const struct bench_options *o);
 int bench_paged(const struct bench_options *o);
 int bench_latency(const struct bench_options *o);
 int bench_products(const struct bench_options *o);
+int bench_steps(const struct bench_options *o);
 int bench_halves(const struct bench_options *o);
 int bench_info(const struct bench_options *o);
 

@@ -109,6 +109,11 @@ static const struct option latency_options[] = {
     OPTIONS_COMMON,
     OPTIONS_END};
 static const struct option products_options[] = {OPTIONS_DIMS, OPTIONS_COMMON, OPTIONS_END};
+static const struct option steps_options[] = {
+    {"lens", OPTION_TEXT, FIELD(lens), 0, NULL, "LENS", "sequences: 4096, or 512x8 for eight of 512, or 37,64,100"},
+    OPTIONS_SHAPE,
+    OPTIONS_COMMON,
+    OPTIONS_END};
 static const struct option halves_options[] = {
     {"first", OPTION_TEXT, FIELD(first), 0, NULL, "LIST", "cpus of one context; default half the cores"},
     {"second", OPTION_TEXT, FIELD(second), 0, NULL, "LIST", "cpus of the other; default the other half"},
@@ -157,6 +162,10 @@ static const struct command commands[] = {
      "Of the tier amx, on one worker. A panel is 32 columns of V, as the chunk form multiplies them; libxsmm takes "
      "them\n"
      "from 2.0 on."},
+    {"steps", NULL, steps_options, bench_steps, "time every primitive of the chunk form",
+     "One worker takes a batch through the chunk form as lanes do, from zero states, without storing them. Times are\n"
+     "of one call of a primitive: qk of a chunk of a q/k head, the others of a chunk of a value head. Cycles are the\n"
+     "core's, told by a chain of dependent multiplications before each round."},
     {"halves", NULL, halves_options, bench_halves, "time two contexts side by side against each alone",
      "ratio is the throughput of both contexts at once over the sum of each alone: rounds of first alone, second "
      "alone,\n"

@@ -73,7 +73,7 @@ expect 2 'unknown command ""' ''
 expect 2 'unknown command "frobnicate"' frobnicate
 expect 0 'commands:' --help
 expect 0 'gdn-bench ' --version
-for command in run prefill decode paged latency products halves info; do
+for command in run prefill decode paged latency products steps halves info; do
   expect 0 "usage: gdn-bench $command" "$command" --help
   expect 2 'unknown option --frobnicate' "$command" --frobnicate
   expect 2 'expected one of ref, avx2, avx512' "$command" --isa sse9
@@ -93,6 +93,8 @@ expect 2 'GDN_E_HEADS' decode --batch 1 --heads 3 --v-heads 4
 expect 2 'the machine has' decode --batch 16777216 --v-heads 4096 --dim-k 256 --dim-v 256
 expect 2 'expected seconds' prefill --seconds nan
 expect 2 'tile products' products --isa ref
+expect 2 'multiples of 32' steps --dim-k 33
+expect 2 'a multiple of the first' steps --heads 3 --v-heads 4
 expect 2 'go together' halves --first 0
 expect 2 'share cpu 1' halves --first 0-1 --second 1,2
 expect 2 'need two' halves --threads 1
@@ -145,6 +147,12 @@ small='--heads 1 --v-heads 2 --dim-k 32 --dim-v 64 --seconds 0.05'
       halves --first "$cpu" --second "$other" --lens 70,64 --batch 3 $small
     expect 0 'of control' halves --first "$cpu" --second "$other" --lens 9 --batch 1 $small
   fi
+  expect_json 'd["chunks"] == 4 and d["value_head_and_chunk"]["calls_per_run"] == 8 and d["qk"]["calls_per_run"] == 4
+    and all(d[s]["runs"] >= 5 and d[s]["p10_us"] <= d[s]["median_us"] <= d[s]["p90_us"]
+            for s in ("qk", "gates", "mask", "solve", "delta", "out", "state"))
+    and sum(d[s]["median_us"] for s in ("gates", "solve", "delta", "out")) < d["value_head_and_chunk"]["p90_us"]
+    and d["core_cycles_per_us"] > 0' steps --lens 70,64,9 $small
+  expect 0 'thousand cycles' steps --lens 9 --isa ref $small
   expect 0 'efficiency' prefill --lens 9 $small
   expect 0 'efficiency' decode --batch 2 $small
 }
