@@ -193,6 +193,7 @@ static void steps_worker(void *arg, int32_t worker, int32_t n_workers) {
 
 static int measure(struct steps *s) {
   int status = bench_check(gdn_ctx_run(s->session.ctx, steps_worker, s), "gdn_ctx_run");
+  if (status != BENCH_OK) return status;
   for (int i = 0; i < N_STEPS; i++) {
     s->stats[i] = measure_percentiles(s->us[i], s->n_rounds);
     s->stats[i].calls_per_run = i == STEP_QK ? s->n_qk : s->n_heads;
@@ -200,7 +201,7 @@ static int measure(struct steps *s) {
   s->total = measure_percentiles(s->total_us, s->n_rounds);
   s->total.calls_per_run = s->n_heads;
   s->clock = measure_percentiles(s->cycles_per_us, s->n_rounds);
-  return status;
+  return BENCH_OK;
 }
 
 /* ---- report ---- */

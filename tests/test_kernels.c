@@ -104,7 +104,7 @@ static void kernel_agrees(void **state) {
   run_check(test->row, &ref, test->tier == 0 ? &ref : &tier);
 }
 
-/* A table has no null entry, and each tier really is another one. A tier's fill function may use its instructions. */
+/* A table has no null entry, and each tier really is another one. */
 static void kernels_tables_are_complete(void **state) {
   struct gdn_cpu cpu;
   (void)state;

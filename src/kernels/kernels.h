@@ -302,7 +302,7 @@ struct gdn_tier {
 };
 extern const struct gdn_tier gdn_tiers[];
 extern const int gdn_n_tiers;
-/* Fills t with tier i: every tier up to i in order. */
+/* Fills t with tier i: every tier up to i in order, by functions that may use its instructions. */
 void gdn_kernels_fill(struct gdn_kernels *t, int tier);
 
 #endif
